@@ -1,0 +1,114 @@
+"""Every setting: flag > ``OTEL_DFLASH_*`` > default. ``OTEL_*`` belongs to the SDK and is passed on as it is.
+
+==========================  ===============================================================  ==================
+variable                    meaning                                                          default
+==========================  ===============================================================  ==================
+OTEL_DFLASH_DISABLED        ``true`` turns all of it off (as does OTEL_SDK_DISABLED)         false
+OTEL_DFLASH_DIR             directory of the recordings                                      ./dflash-runs
+OTEL_DFLASH_RUN_ID          the run's name: letters, digits, ``._-``, at most 64             time and random
+OTEL_DFLASH_SESSION         session directory to join; set by ``run`` and by ``start()``     a new one
+OTEL_DFLASH_SHM             where session directories live; must be a tmpfs                  /dev/shm
+OTEL_DFLASH_RING_BYTES      size of a worker's ring, a power of two, 128 KiB .. 64 MiB       1 MiB
+OTEL_DFLASH_AGENT           command that runs the agent, when not this interpreter           this interpreter
+OTEL_DFLASH_DRAIN_MS        how often the agent drains the rings, 1 .. 10000 ms              100
+OTEL_DFLASH_RECORDING_BYTES size cap of one recording, oldest part removed first, >= 1 MiB   2 GiB
+OTEL_DFLASH_METRIC_MS       interval of metric points, >= 100 ms                             10000
+OTEL_DFLASH_EXIT_MS         how long the agent may flush after the last trainer's end        1500
+OTEL_DFLASH_OTLP_HEADERS_FILE  file with OTLP headers, read by the agent only                none
+==========================  ===============================================================  ==================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+SESSION_VARIABLE = "OTEL_DFLASH_SESSION"
+AGENT_VARIABLE = "OTEL_DFLASH_AGENT"
+DIRECTORY_VARIABLE = "OTEL_DFLASH_DIR"
+RUN_ID_VARIABLE = "OTEL_DFLASH_RUN_ID"
+SHM_VARIABLE = "OTEL_DFLASH_SHM"
+HEADERS_FILE_VARIABLE = "OTEL_DFLASH_OTLP_HEADERS_FILE"
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class ConfigError(ValueError):
+    """A setting or argument that cannot work. Raised at set-up only; the text says what, the value, and the remedy."""
+
+
+def is_disabled() -> bool:
+    """Return whether the environment turns telemetry off."""
+    return any(os.environ.get(name, "").strip().lower() == "true" for name in ("OTEL_DFLASH_DISABLED", "OTEL_SDK_DISABLED"))
+
+
+def integer(name: str, default: int, low: int, high: int) -> int:
+    """Return the integer in environment variable `name`, or `default` when it is unset.
+
+    Raises:
+        ConfigError: Not an integer, or outside low..high.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {text!r}; unset it for {default}")
+    return int(text)
+
+
+def ring_bytes() -> int:
+    """Return the size of a new ring file in bytes.
+
+    Raises:
+        ConfigError: Not a power of two from 128 KiB to 64 MiB.
+    """
+    size = integer("OTEL_DFLASH_RING_BYTES", 1 << 20, 1 << 17, 1 << 26)
+    if size & (size - 1):
+        raise ConfigError(f"OTEL_DFLASH_RING_BYTES must be a power of two, got {size}; try {1 << size.bit_length()}")
+    return size
+
+
+def run_id(text: str) -> str:
+    """Return `text` when it can name a run.
+
+    Raises:
+        ConfigError: Empty, too long, or with characters that a path or a label cannot hold.
+    """
+    if not RUN_ID.fullmatch(text):
+        fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")[:64] or "run-1"
+        raise ConfigError(f"a run id is 1 to 64 letters, digits, '.', '_' or '-', got {text!r}; try {fitting!r}")
+    return text
+
+
+def recordings_directory() -> Path:
+    """Return the directory that holds the recordings, absolute."""
+    return Path(os.environ.get(DIRECTORY_VARIABLE) or "dflash-runs").absolute()
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Settings of the agent process."""
+
+    drain_interval_s: float
+    """Seconds between two drains of all rings."""
+    recording_bytes: int
+    """Size cap of the recording."""
+    metric_interval_ns: int
+    """Recorded time between two points of a series."""
+    exit_timeout_s: float
+    """Seconds the sinks may take to flush once the last trainer process is gone."""
+
+    @classmethod
+    def from_environment(cls) -> AgentConfig:
+        """Read the agent's settings.
+
+        Raises:
+            ConfigError: A variable is not an integer in its range.
+        """
+        return cls(
+            drain_interval_s=integer("OTEL_DFLASH_DRAIN_MS", 100, 1, 10_000) / 1e3,
+            recording_bytes=integer("OTEL_DFLASH_RECORDING_BYTES", 2 << 30, 1 << 20, 1 << 50),
+            metric_interval_ns=integer("OTEL_DFLASH_METRIC_MS", 10_000, 100, 3_600_000) * 1_000_000,
+            exit_timeout_s=integer("OTEL_DFLASH_EXIT_MS", 1500, 0, 3_600_000) / 1e3,
+        )

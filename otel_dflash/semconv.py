@@ -1,0 +1,70 @@
+"""Every name this product puts on a span, a metric or a resource, with instrument and unit.
+
+Names of our own are under ``dflash.``; the rest are OpenTelemetry's (semantic conventions 1.44.0).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SCOPE_NAME: Final = "otel_dflash"
+DEFAULT_SERVICE_NAME: Final = "dflash"
+
+# Resource
+SERVICE_NAME: Final = "service.name"  # <OTEL_SERVICE_NAME or dflash>-<role> on spans, without the role on metrics
+SERVICE_NAMESPACE: Final = "service.namespace"  # <OTEL_SERVICE_NAME or dflash>
+SERVICE_VERSION: Final = "service.version"
+SERVICE_INSTANCE_ID: Final = "service.instance.id"  # <run>-<host>-<pid>
+HOST_NAME: Final = "host.name"
+PROCESS_PID: Final = "process.pid"
+RUN_ID: Final = "dflash.run.id"
+
+# Spans: "<role>.step" and "<role>.<phase>"
+WORKER_ROLE: Final = "dflash.worker.role"
+WORKER_ID: Final = "dflash.worker.id"
+GPU_INDEX: Final = "dflash.gpu.index"
+THREAD_ID: Final = "thread.id"
+THREAD_NAME: Final = "thread.name"
+CLOCK_DOMAIN: Final = "dflash.clock.domain"
+CLOCK_DOMAIN_HOST: Final = "host"  # launch time of asynchronous work, not device time
+STEP: Final = "dflash.step"  # the number the user gives the step
+BATCH_ID: Final = "dflash.batch.id"
+BATCH_TOKENS: Final = "dflash.batch.tokens"
+BATCH_LOSS_TOKENS: Final = "dflash.batch.loss_tokens"
+BATCH_ITEM_COUNT: Final = "dflash.batch.item.count"  # items the step consumed
+BUCKET_ID: Final = "dflash.bucket.id"
+SPAN_TRUNCATED: Final = "dflash.span.truncated"  # true: still open when its process ended, or its end was dropped
+ERROR_TYPE: Final = "error.type"
+QUEUE_NAME: Final = "dflash.queue.name"
+QUEUE_RESIDENCE: Final = "dflash.queue.residence"  # s, from put to get
+QUEUE_ITEM_EVENT: Final = "dflash.queue.item"  # one event per consumed item on the span of the get
+STATE: Final = "dflash.worker.state"
+STEP_SPAN_SUFFIX: Final = "step"
+
+# step.set() keywords that have a name of their own; any other key goes out as "dflash.<key>" when it has no dot.
+ATTRIBUTE_NAMES: Final = {"batch_id": BATCH_ID}
+ATTRIBUTE_PREFIX: Final = "dflash."
+
+# Metrics: name, unit, description. Cumulative; histograms are exponential at scale 6.
+PHASE_DURATION: Final = ("dflash.phase.duration", "s", "Host time of one phase.")
+STEP_DURATION: Final = ("dflash.step.duration", "s", "Host time of one step of a worker.")
+WORKER_TIME: Final = ("dflash.worker.time", "s", "Wall time of a worker by state; the states sum to the whole.")
+WORKER_BATCHES: Final = ("dflash.worker.batches", "{batch}", "Steps a worker completed.")
+WORKER_TOKENS: Final = ("dflash.worker.tokens", "{token}", "Tokens of the steps a worker completed.")
+TELEMETRY_EVENTS: Final = ("dflash.telemetry.events", "{event}", "Records taken from the rings.")
+TELEMETRY_EVENTS_DROPPED: Final = ("dflash.telemetry.events.dropped", "{event}", "Records lost, by reason.")
+TELEMETRY_RING_UTILIZATION: Final = ("dflash.telemetry.ring.utilization", "1", "Largest fill of a ring at a drain.")
+TELEMETRY_CPU_TIME: Final = ("dflash.telemetry.cpu.time", "s", "CPU time the telemetry itself used.")
+TELEMETRY_OVERHEAD: Final = ("dflash.telemetry.overhead", "1", "Calibrated cost per record x records / wall time.")
+TELEMETRY_LAG: Final = ("dflash.telemetry.lag", "s", "Age of the newest record a sink has delivered.")
+TELEMETRY_CLOCK_OFFSET: Final = ("dflash.telemetry.clock.offset", "s", "Wall clock minus anchored time.")
+
+PHASE: Final = "dflash.phase"
+DROP_REASON: Final = "dflash.telemetry.drop.reason"
+COMPONENT: Final = "dflash.telemetry.component"
+SINK: Final = "dflash.telemetry.sink"
+
+# Reasons of dflash.telemetry.events.dropped that are found while folding; the rings' own are records.DROP_REASONS.
+DROP_MALFORMED: Final = "malformed"
+DROP_NOT_RECORDED: Final = "not_recorded"  # taken from the ring, but not in the recording any more, or never
+COMPONENT_AGENT: Final = "agent"

@@ -1,0 +1,169 @@
+"""A session: one run on one node. Its directory is where trainer processes and the agent meet.
+
+It lies in a tmpfs (``/dev/shm/otel-dflash-<uid>/<run>-<id>/``, 0700) and holds::
+
+    session.json              Session's fields: run id, recording directory, the clock anchor
+    control                   one word, the capture detail; a page that every process maps
+    ring-<pid>-<n>            a worker's ring, or a link to /proc/<pid>/fd/<n> where the tmpfs is full
+    process-<pid>-<start>     an empty file for each process that may write; the agent ends when all are gone
+    agent.lock                held by the agent of the session
+
+Standard library only; every process may use it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from otel_dflash import config
+from otel_dflash.config import ConfigError
+
+SESSION_FILE: Final = "session.json"
+CONTROL_FILE: Final = "control"
+LOCK_FILE: Final = "agent.lock"
+CONTROL_BYTES: Final = 4096
+
+DETAIL_PHASES: Final = 0  # capture everything: what a fresh page of zeros says
+DETAIL_STEPS: Final = 1
+DETAIL_OFF: Final = 2
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session as its session.json says."""
+
+    path: Path
+    run_id: str
+    recording: Path
+    anchor_wall_ns: int
+    anchor_mono_ns: int
+
+
+def process_start(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot, None when it is gone. With the pid it names a process for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def create_session(run_id: str | None = None, directory: Path | None = None) -> Session:
+    """Create the session directory and the recording's directory.
+
+    Args:
+        run_id: The run's name; default OTEL_DFLASH_RUN_ID, else made from the time and four random bytes of the kernel.
+        directory: Where recordings lie; default OTEL_DFLASH_DIR, else ./dflash-runs.
+
+    Raises:
+        ConfigError: No directory can be written, the run id cannot name a run, or its recording exists.
+    """
+    suffix = os.urandom(4).hex()  # not `random`: a seeded run's stream must not move
+    run_id = config.run_id(run_id or os.environ.get(config.RUN_ID_VARIABLE) or f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}")
+    recording = (directory.absolute() if directory else config.recordings_directory()) / run_id
+    try:
+        recording.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"recording {recording} exists; choose another run id, or remove it") from None
+    except OSError as error:
+        reason = error.strerror
+        raise ConfigError(f"cannot create the recording {recording}: {reason}; set OTEL_DFLASH_DIR to a writable directory") from None
+    path = _session_directory(f"{run_id}-{suffix}")
+    session = Session(path, run_id, recording, *_anchor())
+    (path / SESSION_FILE).write_text(json.dumps({**asdict(session), "path": str(path), "recording": str(recording)}))
+    return session
+
+
+def open_session(path: Path) -> Session:
+    """Read a session that exists.
+
+    Raises:
+        ConfigError: There is none, or it belongs to another user.
+    """
+    try:
+        fields = json.loads((path / SESSION_FILE).read_text())
+        return Session(path, fields["run_id"], Path(fields["recording"]), fields["anchor_wall_ns"], fields["anchor_mono_ns"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no session at {path} ({error}); unset {config.SESSION_VARIABLE} to start a new one") from None
+
+
+def register_process(session: Session) -> Path:
+    """Say that this process may write to the session. Remove the file to leave early."""
+    pid = os.getpid()
+    path = session.path / f"process-{pid}-{process_start(pid)}"
+    path.touch(mode=0o600)
+    return path
+
+
+def living_processes(session: Session) -> list[int]:
+    """Return the pids of registered processes that live."""
+    alive = []
+    for path in session.path.glob("process-*"):
+        _, pid, start = path.name.split("-")
+        if process_start(int(pid)) == int(start):
+            alive.append(int(pid))
+    return alive
+
+
+def map_control(session: Session) -> memoryview:
+    """Return the control page as words; word 0 is the capture detail. A page of zeros when it cannot be mapped."""
+    try:
+        with open(session.path / CONTROL_FILE, "r+b") as file:
+            page = mmap.mmap(file.fileno(), CONTROL_BYTES)
+    except (OSError, ValueError):
+        page = mmap.mmap(-1, CONTROL_BYTES)
+    return memoryview(page).cast("Q")
+
+
+def remove_session(session: Session) -> None:
+    """Remove the directory of a session that ended."""
+    shutil.rmtree(session.path, ignore_errors=True)
+
+
+def _anchor() -> tuple[int, int]:
+    """Return (wall, monotonic) ns of one moment: the closest of a few readings."""
+    best = None
+    for _ in range(5):
+        before = time.monotonic_ns()
+        wall = time.time_ns()
+        after = time.monotonic_ns()
+        if best is None or after - before < best[0]:
+            best = (after - before, wall, (before + after) // 2)
+    assert best
+    return best[1], best[2]
+
+
+def _session_directory(name: str) -> Path:
+    """Create a private directory in the first place that has room for it.
+
+    Raises:
+        ConfigError: No place has.
+    """
+    chosen = os.environ.get(config.SHM_VARIABLE)
+    places = [chosen] if chosen else ["/dev/shm", tempfile.gettempdir()]  # elsewhere than in a tmpfs rings are memfds
+    reasons = []
+    for place in places:
+        base = Path(place) / f"otel-dflash-{os.getuid()}"
+        path = base / name
+        try:
+            base.mkdir(mode=0o700, exist_ok=True)
+            status = base.lstat()
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise PermissionError(None, "belongs to another user or is open to others")
+            path.mkdir(mode=0o700)
+            (path / CONTROL_FILE).write_bytes(bytes(CONTROL_BYTES))
+        except OSError as error:
+            reasons.append(f"{base}: {error.strerror}")
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        return path
+    raise ConfigError(f"no session directory ({'; '.join(reasons)}); set {config.SHM_VARIABLE} to a tmpfs that you can write")
