@@ -1,0 +1,1 @@
+"""Runs in the training process: standard library only."""

@@ -1,0 +1,67 @@
+"""Starting the agent: an ordinary command in a process of its own, never a fork of the trainer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from otel_dflash.config import AGENT_VARIABLE, ConfigError
+from otel_dflash.session import Session
+
+AGENT_LOG = "agent.log"
+NEEDED_PACKAGES = ("numpy", "psutil", "click")
+
+
+def agent_command() -> list[str]:
+    """Return the command that runs an agent: OTEL_DFLASH_AGENT, this interpreter if it can, or `otel-dflash` on the PATH.
+
+    Raises:
+        ConfigError: There is none of these.
+    """
+    chosen = os.environ.get(AGENT_VARIABLE)
+    if chosen:
+        return [*shlex.split(chosen), "agent"]
+    if sys.executable and _has_agent_packages():
+        return [sys.executable, "-m", "otel_dflash", "agent"]
+    installed = shutil.which("otel-dflash")
+    if installed:
+        return [installed, "agent"]
+    raise ConfigError(
+        "no agent: this environment lacks its packages and there is no `otel-dflash` on the PATH; pip install otel-dflash into any "
+        f"environment and set {AGENT_VARIABLE}=/path/to/its/bin/otel-dflash"
+    )
+
+
+def start_agent(session: Session, environment: dict[str, str]) -> None:
+    """Start the agent of a session, detached: no child of this process is left to be waited for, and no signal is shared.
+
+    Raises:
+        ConfigError: There is no agent to start.
+        OSError: The command cannot be run.
+    """
+    command = [*agent_command(), str(session.path)]
+    log = session.recording / AGENT_LOG
+    with open(log, "ab") as output:
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+            check=True,
+        )
+
+
+def _has_agent_packages() -> bool:
+    """Look without importing: the packages must not enter the trainer's sys.modules."""
+    if any(PathFinder.find_spec(name) is None for name in NEEDED_PACKAGES):
+        return False
+    namespace = PathFinder.find_spec("opentelemetry")
+    places = namespace.submodule_search_locations if namespace else None
+    return any(Path(place, "sdk").is_dir() for place in places or ())
