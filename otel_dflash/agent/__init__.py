@@ -1,0 +1,1 @@
+"""Runs in the agent process: rings to recording, recording to spans and metrics."""
