@@ -1,0 +1,130 @@
+"""The SDK's log, made readable: one line per kind of failure with a count, no traceback, no credential."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Final, TextIO
+
+REPEAT_S: Final = 30.0
+
+_USER_INFO: Final = re.compile(r"//[^/@\s]*@")
+_HEADER: Final = re.compile(r"(header (?:name|part|value|metadata)\b[^:]*: |metadata was invalid: ).*", re.IGNORECASE)
+_KINDS_MAX: Final = 100
+_TEXT_MAX: Final = 240
+_SECRET_LOGGER: Final = "opentelemetry.util.re"  # it logs the header that it cannot parse
+_NUMBER: Final = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?")
+# What the SDK's exporters log (1.45); the groups hold the reason. Any other text is its own reason.
+_REASONS: Final = (
+    re.compile(r"Failed to export .*, error code: (?:StatusCode\.)?(\w+), error details: (.*)"),
+    re.compile(r"Failed to export .* batch code: (.*?), reason: (.*)"),
+    re.compile(r"Transient error (?:StatusCode\.)?(.*?) encountered while exporting .*?(?:Error details: (.*))?"),
+)
+_NO_ANSWER: Final = "due to timeout, max retries or shutdown"  # all that the HTTP exporter says of a server that is silent
+_WITHOUT_REASON: Final = (_NO_ANSWER, "Shutdown in progress", "already shutdown")
+_CAUSE: Final = re.compile(r".*Caused by (\w+)\(.*?(?:: |, [\"'])(.*?)[\"']?\)\)")
+_LAST_ERROR: Final = re.compile(r".*last error: (?:\w+: )?(.*)")
+
+
+class NoiseFilter(logging.Handler):
+    """Handler for the logger tree ``opentelemetry``: a new kind of failure is said at once, again at most each `repeat_s`.
+
+    A kind is logger, message template and reason without its numbers. As a context manager it takes the tree over, so nothing
+    of it reaches other handlers.
+    """
+
+    def __init__(self, stream: TextIO, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.WARNING)
+        self.latest: str | None = None
+        """Why the newest export failed, one line; None when none did since `clear`."""
+        self._stream = stream
+        self._repeat_s = repeat_s
+        self._clock = clock
+        self._kinds: dict[tuple[str, str, str], tuple[int, float]] = {}  # count, time of the last line
+
+    def __enter__(self) -> NoiseFilter:
+        logger = logging.getLogger("opentelemetry")
+        self._before = logger.propagate, logger.level
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        logger = logging.getLogger("opentelemetry")
+        logger.removeHandler(self)
+        logger.propagate, level = self._before
+        logger.setLevel(level)
+
+    def clear(self) -> None:
+        """Forget `latest`: an export succeeded."""
+        self.latest = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count the record under its kind; write a line when it is due."""
+        try:
+            self._take(record)
+        except Exception:  # noqa: BLE001  a log line must never break an export
+            self.handleError(record)
+
+    def _take(self, record: logging.LogRecord) -> None:
+        template = str(record.msg)
+        text = template.split(": %s")[0] if record.name == _SECRET_LOGGER else record.getMessage()
+        text = redact(" ".join(text.split()))
+        reason = reason_of(text)
+        if reason:
+            self.latest = reason
+        elif self.latest is None and _NO_ANSWER in text:
+            self.latest = "no success before the timeout"
+        kind = record.name, template, _NUMBER.sub("#", reason or "")
+        if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
+            self._kinds.pop(next(iter(self._kinds)))
+        count, said_s = self._kinds.get(kind, (0, -self._repeat_s))
+        now_s = self._clock()
+        due = count == 0 or now_s - said_s >= self._repeat_s
+        self._kinds[kind] = count + 1, now_s if due else said_s
+        if due:
+            times = f" ({count + 1} times)" if count else ""
+            self._stream.write(f"otel-dflash: {_message(text, reason)}{times}\n")
+            self._stream.flush()
+
+
+def describe(error: BaseException) -> str:
+    """Return one line on why an export or a constructor raised."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {redact(text)[:_TEXT_MAX]}" if text else type(error).__name__
+
+
+def redact(text: str) -> str:
+    """Return text without the user and password of a URL, and without what requests quotes of a header it refuses."""
+    return _HEADER.sub(r"\1***", _USER_INFO.sub("//***@", text))
+
+
+def reason_of(text: str) -> str | None:
+    """Return why an export failed, short, from what an SDK exporter logged; None when the line does not say."""
+    if any(phrase in text for phrase in _WITHOUT_REASON):
+        return None
+    for pattern in _REASONS:
+        match = pattern.fullmatch(text)
+        if match:
+            code, detail = match[1], match[2]
+            return _short(f"{code}: {detail}" if detail and code != "None" else detail or code)
+    return _short(text)
+
+
+def _short(text: str) -> str:
+    for pattern in (_CAUSE, _LAST_ERROR):
+        match = pattern.fullmatch(text)
+        if match:
+            text = ": ".join(match.groups())
+    return text[:_TEXT_MAX]
+
+
+def _message(text: str, reason: str | None) -> str:
+    """Return the line: what failed up to where its reason starts, then the reason."""
+    if reason is None or reason.startswith(text[:40]):
+        return text[:_TEXT_MAX]
+    head = re.split(r", error code: | batch code: |Transient error ", text)[0].strip()
+    return f"{head or 'Export is retried'}: {reason}"[:_TEXT_MAX]
