@@ -44,6 +44,7 @@ from otel_dflash.session import Session, process_start
 
 STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")  # elsewhere a record is taken one poll after it was seen
 COUNTERS_INTERVAL_NS: Final = 1_000_000_000
+FRAME_RECORDS_MAX: Final = 4096  # 256 KiB: what a sink turns into spans at once
 
 
 class MalformedRingError(Exception):
@@ -194,7 +195,7 @@ class Drain:
         taken = 0
         while True:
             self._take_names(ring, now)
-            records = ring.published()
+            records = ring.published()[:FRAME_RECORDS_MAX]
             if not len(records):
                 break
             self._append(FrameKind.RECORDS, ring.id, ring.tail, len(records), records.tobytes(), now)

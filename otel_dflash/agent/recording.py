@@ -27,7 +27,7 @@ from otel_dflash.agent.frames import FRAME_HEAD_BYTES, Frame, FrameKind, decode,
 RUN_FILE: Final = "run.json"
 FORMAT: Final = 1
 SEGMENT_BYTES_MAX: Final = 64 << 20
-RECENT_BYTES_MAX: Final = 16 << 20
+RECENT_BYTES_MAX: Final = 8 << 20
 
 
 class RecordingError(Exception):
@@ -147,15 +147,19 @@ class RecordingReader:
 
     def read(self, limit: int = 256) -> list[Frame]:
         """Return up to `limit` next frames, [] at the end. Their names are in the catalog."""
+        while frames := self._next_frames(limit):
+            for frame in frames:
+                self.missing_frames += max(0, frame.number - self.position)
+                self.position = frame.number + 1
+                self.catalog.apply(frame)
+            content = [frame for frame in frames if frame.kind != FrameKind.SEGMENT]
+            if content:
+                return content
+        return []
+
+    def _next_frames(self, limit: int) -> list[Frame]:
         frames = self._live.recent(self.position, limit) if self._live else None
-        if frames is None:
-            frames = self._read_files(limit)
-        for frame in frames:
-            if frame.number > self.position:
-                self.missing_frames += frame.number - self.position
-            self.position = frame.number + 1
-            self.catalog.apply(frame)
-        return [frame for frame in frames if frame.kind != FrameKind.SEGMENT]
+        return self._read_files(limit) if frames is None else frames
 
     def close(self) -> None:
         """Close the open segment."""
