@@ -1,0 +1,1 @@
+"""Reads recordings for people."""
