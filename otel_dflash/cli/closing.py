@@ -1,0 +1,111 @@
+"""What `otel-dflash run` says after the command has ended, on stderr: stdout belongs to the user's program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from otel_dflash import config
+from otel_dflash.agent.recording import RecordingError, RecordingReader
+from otel_dflash.cli.supervise import ENDPOINT_VARIABLE, SIGNAL_ENDPOINT_VARIABLES, Outcome, shown
+
+EXAMPLE_ENDPOINT = "http://localhost:4317"
+SNIPPET = """\
+    import otel_dflash
+    telemetry = otel_dflash.start()
+    worker = telemetry.worker("target", 0, gpu=0)
+    with worker.step() as step:                    # around one turn of your loop
+        with worker.model_forward: hidden = target(batch)
+"""
+
+
+def report(outcome: Outcome) -> None:
+    """Print where the time went, where the results are, and what went wrong; with `quiet` only the last."""
+    recording = outcome.session.recording
+    recorded = has_workers(recording)
+    if outcome.interrupted:
+        say(f"not waiting for the agent; see the run later: {command('summary', recording)}")
+    elif recorded and not outcome.quiet:
+        _print_summary(recording)
+        say(f"recorded in {shown(recording)}; see it again: {command('summary', recording)}")
+    elif not recorded:
+        _say_nothing_recorded(outcome)
+    if outcome.agent_problem:
+        say(outcome.agent_problem)
+    if recorded and not outcome.interrupted:
+        for line in _delivery(recording, outcome.environment, outcome.quiet):
+            say(line)
+
+
+def say(line: str) -> None:
+    """Print one line of ours to stderr."""
+    print(f"otel-dflash: {line}", file=sys.stderr)
+
+
+def command(name: str, recording: Path) -> str:
+    """Return the command line that does `name` to this recording from here."""
+    run = recording.name if recording.parent == config.recordings_directory() else shown(recording)
+    return f"otel-dflash {name} {run}"
+
+
+def has_workers(recording: Path) -> bool:
+    """Return whether any worker wrote to the recording."""
+    try:
+        reader = RecordingReader(recording)
+    except RecordingError:
+        return False
+    try:
+        while not reader.catalog and reader.read():
+            pass
+        return bool(reader.catalog)
+    finally:
+        reader.close()
+
+
+def _print_summary(recording: Path) -> None:
+    from rich.console import Console
+
+    from otel_dflash.views import summary
+
+    render_to = Console(stderr=True)
+    render_to.print()
+    summary.render(summary.summarise(recording), render_to)
+
+
+def _say_nothing_recorded(outcome: Outcome) -> None:
+    if outcome.quiet or outcome.agent_problem:
+        return
+    say("no telemetry was recorded: the command made no worker. The least to add:")
+    print(f"\n{SNIPPET}", file=sys.stderr)
+
+
+def _delivery(recording: Path, environment: Mapping[str, str], quiet: bool) -> Iterator[str]:
+    """Yield what was not sent, why, and how to send it."""
+    from otel_dflash.agent import exporters, noise
+
+    if not exporters.exporter_names("traces", environment) and not exporters.exporter_names("metrics", environment):
+        if not quiet and not any(environment.get(name) for name in ("OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER")):
+            yield f"nothing was sent: no endpoint is set. Send this run: {command('replay', recording)} --endpoint {EXAMPLE_ENDPOINT}"
+            yield f"send the next as it runs: {ENDPOINT_VARIABLE}={EXAMPLE_ENDPOINT}"
+        return
+    reasons: dict[str, list[str]] = {}
+    for name, sink in _read_delivery(recording).items():
+        if isinstance(sink, dict) and not sink.get("delivered", True):
+            reasons.setdefault(sink.get("reason") or "no reason given", []).append(name)
+    if reasons:
+        missing = "; ".join(f"{' and '.join(names)} ({reason})" for reason, names in reasons.items())
+        endpoint = next((environment[name] for name in (ENDPOINT_VARIABLE, *SIGNAL_ENDPOINT_VARIABLES) if environment.get(name)), "URL")
+        again = f"{command('replay', recording)} --endpoint {noise.redact(endpoint)}"
+        yield f"not delivered in full: {missing}. All is recorded; send it later: {again}"
+
+
+def _read_delivery(recording: Path) -> dict[str, Any]:
+    """Return delivery.json, {} when the agent left none."""
+    try:
+        content = json.loads((recording / "delivery.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
