@@ -1,0 +1,61 @@
+# make demo     install, train the example under `otel-dflash run`, show where its time went
+# make test     all tests (PYTEST_FLAGS="-k ring" for some)
+# make lint     ruff and mypy --strict; make format lets ruff mend what it can
+# make bench    the tables behind every speed claim
+# make clean    remove .venv and caches
+#
+# Needs only make and Python >= 3.10; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+# --- what people run
+
+demo: $(VENV)/.demo
+	$(BIN)/otel-dflash run -- $(BIN)/python examples/dflash/train.py $(DEMO_FLAGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.dev
+	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# --- the environment, made once; a stamp is older than pyproject.toml when that changed
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	  { echo "Python >= 3.10 is needed, and $(PYTHON) is `$(PYTHON) --version 2>&1`; choose another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv  # torch in half a minute instead of several
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	$(UV) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(UV) --group dev
+	@touch $@
