@@ -1,6 +1,6 @@
 """Contexts that travel beside a queue's items. The item is never wrapped: every consumer gets the very object that was put.
 
-The queue keeps its items, this file a map from an item's identity to its context while the item lies in the queue. On a
+The queue keeps its items, `Contexts` a map from an item's identity to its context while the item lies in the queue. On a
 `queue.Queue` (and subclasses) the instance's `_put` and `_get` are hooked: they run under the queue's own lock, also for a consumer
 that holds the queue from before, and the map's length must fit `_qsize()`, else it starts anew. On any other class the methods
 named `put` and `get` are hooked on the instance. `SimpleQueue` cannot be hooked: a proxy stands before it. What cannot be matched
@@ -9,165 +9,23 @@ is counted, never guessed.
 
 from __future__ import annotations
 
-import inspect
+import functools
 import queue
+import weakref
 from _thread import get_ident
-from collections import deque
 from collections.abc import Callable
 from json import dumps
-from time import monotonic_ns as clock
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType
+from typing import Any, Final
 
 from otel_dflash.config import ConfigError
-from otel_dflash.records import CONTEXT_STEP_SHIFT, Counter
+from otel_dflash.trainer.contexts import Contexts
 
-if TYPE_CHECKING:
-    from otel_dflash.trainer.writer import Writer
-
-MAP_ITEMS_MAX: Final = 1 << 16  # a queue that loses items by ways of its own must not make the map grow
-PENDING_ITEMS_MAX: Final = 64  # per thread: received outside a step, waiting for one
-PENDING_THREADS_MAX: Final = 1024
 HOOKED: Final = "_otel_dflash_contexts"
 
 STANDARD_SIZES: Final = frozenset({queue.Queue._qsize, queue.LifoQueue._qsize, queue.PriorityQueue._qsize})
 
-# An entry is one int, which the garbage collector does not track: bucket index << 192 | context.
-_BUCKET_SHIFT: Final = 192
-_CONTEXT_MASK: Final = (1 << _BUCKET_SHIFT) - 1
-_BUCKETS_MAX: Final = 1024
-
-
-class Contexts:
-    """The contexts of the items that lie in one queue."""
-
-    def __init__(
-        self,
-        text: str,
-        wall_offset_ns: int,
-        current: dict[int, Writer | None],
-        pending: dict[int, list[Any]],
-        lost: Callable[[Counter], None],
-    ) -> None:
-        """Start empty; `text` is the queue's QUEUE name."""
-        self.text = text
-        self.items = 0  # entries, an object put twice counted twice
-        self.unknown = 0  # items in the queue that have none
-        self._entries: dict[int, int | deque[int]] = {}
-        self._bucket_indices: dict[str | int, int] = {}
-        self._buckets: list[str | None] = [None]
-        self._wall_offset_ns = wall_offset_ns
-        self._current = current
-        self._pending = pending
-        self._lost = lost
-
-    def add(self, item: Any) -> int:
-        """Remember the context of an item that is put now; return the entry."""
-        writer = self._current.get(get_ident())
-        if writer is None:
-            self._lost(Counter.OUTSIDE_STEP)
-            entry = clock() + self._wall_offset_ns
-        else:
-            entry = writer.produced() | self._bucket_index(writer.bucket()) << _BUCKET_SHIFT
-        key = id(item)
-        before = self._entries.get(key)
-        if before is None:
-            if len(self._entries) >= MAP_ITEMS_MAX:
-                self.forget(0)
-            self._entries[key] = entry
-        elif type(before) is deque:
-            before.append(entry)
-        else:
-            self._entries[key] = deque((before, entry))  # type: ignore[arg-type]
-        self.items += 1
-        return entry
-
-    def stamp(self, item: Any, entry: int) -> None:
-        """Move an item's put time to now: `put` may have waited for room after `add`."""
-        entries = self._entries
-        key = id(item)
-        stamped = entry >> CONTEXT_STEP_SHIFT << CONTEXT_STEP_SHIFT | (clock() + self._wall_offset_ns)
-        try:  # no call in here: a consumer cannot take the entry between the two lines
-            if entries[key] is entry:
-                entries[key] = stamped
-        except KeyError:
-            pass
-
-    def discard(self, item: Any) -> None:
-        """Forget an item whose put failed."""
-        entry = self._entries.get(id(item))
-        if type(entry) is deque:
-            entry.pop()
-            self.items -= 1
-        else:
-            self._take(id(item))
-
-    def match(self, result: Any) -> None:
-        """Hand the context of a received item, or of each item of a received list, to the thread's step."""
-        entry = self._take(id(result))
-        if entry is not None:
-            self._deliver(entry)
-        elif type(result) is list:
-            for item in result:
-                entry = self._take(id(item))
-                if entry is not None:
-                    self._deliver(entry)
-                else:
-                    self._miss()
-        elif result is not None:
-            self._miss()
-
-    def forget(self, size: int) -> None:
-        """Start anew over a queue of `size` items: it changed by ways that are not hooked."""
-        for _ in range(min(self.items, 1)):
-            self._lost(Counter.UNMATCHED)
-        self._entries.clear()
-        self.items = 0
-        self.unknown = size
-
-    def deliver_to(self, writer: Writer, t: int, entry: int) -> None:
-        """Give an entry, received at monotonic `t`, to the step that is open in this thread."""
-        writer.received(self.text, t, entry & _CONTEXT_MASK, self._buckets[entry >> _BUCKET_SHIFT])
-
-    def _take(self, key: int) -> int | None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return None
-        self.items -= 1
-        if type(entry) is not deque:
-            return entry  # type: ignore[return-value]
-        first = entry.popleft()
-        if entry:
-            self._entries[key] = entry
-        return first
-
-    def _miss(self) -> None:
-        self.unknown = max(0, self.unknown - 1)
-        self._lost(Counter.UNMATCHED)
-
-    def _deliver(self, entry: int) -> None:
-        me = get_ident()
-        writer = self._current.get(me)
-        if writer is not None:
-            self.deliver_to(writer, clock(), entry)
-            return
-        if me not in self._pending and len(self._pending) >= PENDING_THREADS_MAX:
-            self._pending.clear()
-        waiting = self._pending.setdefault(me, [])
-        if len(waiting) < 3 * PENDING_ITEMS_MAX:
-            waiting += self, clock(), entry
-        else:
-            self._lost(Counter.UNMATCHED)
-
-    def _bucket_index(self, bucket: str | int | None) -> int:
-        if bucket is None:
-            return 0
-        index = self._bucket_indices.get(bucket)
-        if index is None:
-            if len(self._buckets) >= _BUCKETS_MAX:
-                return 0
-            index = self._bucket_indices[bucket] = len(self._buckets)
-            self._buckets.append(f"{bucket}")
-        return index
+_proxied: weakref.WeakSet[queue.SimpleQueue[Any]] = weakref.WeakSet()
 
 
 def describe_queue(name: str, capacity: int | None, min_ready: int | None) -> str:
@@ -188,102 +46,200 @@ def hook(target: Any, contexts: Contexts, put: str, get: str) -> Any:
     """Make a queue's items carry contexts; return what to use in its place, the queue itself wherever possible.
 
     Raises:
-        ConfigError: It is wrapped already, or has no such methods.
+        ConfigError: It is wrapped already, has no such methods, or they cannot be replaced.
     """
-    if getattr(target, HOOKED, None) is not None:
+    if getattr(target, "__dict__", {}).get(HOOKED) or HOOKED in vars(type(target)) or _is_proxied(target):
         raise ConfigError(f"queue {target!r} is wrapped already; wrap it once, where it is made")
-    if isinstance(target, queue.Queue) and (put, get) == ("put", "get"):
+    if isinstance(target, queue.Queue) and (put, get) == ("put", "get") and _uses_own_hooks(type(target)):
         return _hook_queue(target, contexts)
+    from inspect import iscoroutinefunction  # here: loading it takes milliseconds, and queues are wrapped by name seldom
+
     for label, name in (("put", put), ("get", get)):
         method = getattr(target, name, None)
         if not callable(method):
             raise ConfigError(f"{type(target).__name__} has no method {name!r}; say {label}=<its {label} method>")
-        if inspect.iscoroutinefunction(method):
+        if iscoroutinefunction(method):
             raise ConfigError(f"{type(target).__name__}.{name} is a coroutine; use step.produced() and step.consumed(context) there")
+    contexts.newest_first = True  # items may leave by ways of their own, and their ids be used again: the newest entry is right
+    putting: set[int] = set()  # threads that are inside such a method: put_nowait of put, put that takes the oldest item out
+    getting: set[int] = set()
+    hooks = {name: _putting(target, name, contexts, putting) for name in _with_nowait(target, put)}
+    hooks |= {name: _getting(target, name, contexts, putting, getting) for name in _with_nowait(target, get)}
     if not hasattr(target, "__dict__"):
-        return _proxy(target, contexts, put, get)
-    for name in _with_nowait(target, put):
-        setattr(target, name, _putting(getattr(target, name), contexts))
-    for name in _with_nowait(target, get):
-        setattr(target, name, _getting(getattr(target, name), contexts))
-    setattr(target, HOOKED, contexts)
+        return _proxy(target, contexts, hooks)
+    try:
+        for name, function in hooks.items():
+            setattr(target, name, _Method(function, target, name))
+        setattr(target, HOOKED, contexts)
+    except (AttributeError, TypeError) as error:
+        say = "use step.produced() and step.consumed(context) instead"
+        raise ConfigError(f"methods of a {type(target).__name__} cannot be replaced ({error}); {say}") from None
     return target
 
 
+class _Method(functools.partial[Any]):
+    """A method of one queue, replaced. In a copied or pickled queue it is the class's own again."""
+
+    own: tuple[Any, str]
+
+    def __new__(cls, function: Callable[..., Any], target: Any, name: str) -> _Method:
+        """Look like the method that is replaced."""
+        method = super().__new__(cls, function)
+        functools.update_wrapper(method, getattr(target, name))
+        method.own = target, name
+        return method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what gives the copy's own method."""
+        return getattr, self.own
+
+
+def _is_proxied(target: Any) -> bool:
+    return isinstance(target, queue.SimpleQueue) and type(target) is queue.SimpleQueue and target in _proxied
+
+
 def _with_nowait(target: Any, name: str) -> list[str]:
-    """Return which of a method and its `_nowait` form to hook: where one calls the other, the other alone."""
+    """Return a method and its `_nowait` form, if it has one."""
     nowait = f"{name}_nowait"
-    if not callable(getattr(target, nowait, None)):
-        return [name]
-    for outer, inner in ((nowait, name), (name, nowait)):
-        code = getattr(getattr(type(target), outer, None), "__code__", None)
-        if code is not None and inner in code.co_names:
-            return [inner]
-    return [name, nowait]
+    return [name, nowait] if callable(getattr(target, nowait, None)) else [name]
+
+
+def _uses_own_hooks(kind: type) -> bool:
+    """Return whether a subclass of `queue.Queue` still stores by `_put` and `_get`, as far as its code shows; else it is hooked by name."""
+    for name in ("put", "get"):
+        method = getattr(kind, name)
+        code = getattr(method, "__code__", None)
+        if method is not getattr(queue.Queue, name) and (code is None or not {f"_{name}", "super", name} & _names(code)):
+            return False
+    return True
+
+
+def _names(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _unbound(target: Any, name: str) -> Callable[..., Any]:
+    """Return a method as a function of the queue first. A hook that held the queue would keep it, and its items, until a collection."""
+    method = getattr(target, name)
+    if getattr(method, "__self__", None) is target and hasattr(method, "__func__"):
+        function: Callable[..., Any] = method.__func__
+        return function
+    return lambda _, *args, **kwargs: method(*args, **kwargs)
+
+
+def _reference(target: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(target)
+    except TypeError:
+        return lambda: target
 
 
 def _hook_queue(target: Any, contexts: Contexts) -> Any:
-    put_item, get_item, size = target._put, target._get, target._qsize
+    the_queue = _reference(target)
+    put_item, get_item, size = (_unbound(target, name) for name in ("_put", "_get", "_qsize"))
     guarded = type(target)._qsize in STANDARD_SIZES  # an own _qsize may count what is ready, not what is there
-    contexts.unknown = size()
+    contexts.newest_first = not guarded or isinstance(target, queue.LifoQueue)
+    putting = False
+    emptying = 0  # thread that shuts the queue down: it takes every item out for nobody
 
     def put_hook(item: Any) -> None:
-        put_item(item)
+        nonlocal putting
+        owner = the_queue()
+        if guarded and contexts.items + contexts.unknown != size(owner):
+            contexts.forget(size(owner))
+        putting = True
+        try:
+            put_item(owner, item)
+        finally:
+            putting = False
         contexts.add(item)
-        if guarded and contexts.items + contexts.unknown != size():
-            contexts.forget(size())
 
     def get_hook() -> Any:
-        if guarded and contexts.items + contexts.unknown != size():
-            contexts.forget(size())
-        item = get_item()
-        contexts.match(item)
+        owner = the_queue()
+        if guarded and not putting and contexts.items + contexts.unknown != size(owner):
+            contexts.forget(size(owner))
+        item = get_item(owner)
+        if putting or emptying == get_ident():
+            contexts.drop(item)
+        else:
+            contexts.match(item)
         return item
 
     target._put, target._get = put_hook, get_hook
-    if hasattr(target, "shutdown"):  # 3.13: an immediate shutdown takes every item out for nobody
-        shutdown = target.shutdown
+    if hasattr(target, "shutdown"):  # 3.13
+        shutdown = _unbound(target, "shutdown")
 
-        def shutdown_hook(immediate: bool = False) -> None:
-            if immediate:
-                with target.mutex:
-                    target._get = get_item
-            shutdown(immediate)
+        def shutdown_hook(*args: Any, **kwargs: Any) -> Any:
+            nonlocal emptying
+            owner = the_queue()
+            if owner is None:
+                return None
+            emptying = get_ident()
+            try:
+                return shutdown(owner, *args, **kwargs)
+            finally:
+                emptying = 0
 
         target.shutdown = shutdown_hook
     setattr(target, HOOKED, contexts)
     return target
 
 
-def _putting(put: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
+def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> Callable[..., Any]:
+    from inspect import signature
+
+    put = getattr(target, name)
+    try:
+        keyword = next(iter(signature(put).parameters), "item")
+    except (TypeError, ValueError):
+        keyword = "item"
+
     def put_hook(*args: Any, **kwargs: Any) -> Any:
-        item = args[0] if args else next(iter(kwargs.values()), None)
+        me = get_ident()
+        if me in putting:
+            return put(*args, **kwargs)
+        item = args[0] if args else kwargs.get(keyword)
         entry = contexts.add(item)  # before: a consumer may have the item before `put` returns
         try:
+            putting.add(me)
             result = put(*args, **kwargs)
         except BaseException:
-            contexts.discard(item)
+            contexts.discard(item, entry)
             raise
+        finally:
+            putting.discard(me)
         contexts.stamp(item, entry)
         return result
 
     return put_hook
 
 
-def _getting(get: Callable[..., Any], contexts: Contexts) -> Callable[..., Any]:
+def _getting(target: Any, name: str, contexts: Contexts, putting: set[int], getting: set[int]) -> Callable[..., Any]:
+    get = getattr(target, name)
+
     def get_hook(*args: Any, **kwargs: Any) -> Any:
-        result = get(*args, **kwargs)
-        contexts.match(result)
+        me = get_ident()
+        if me in getting:
+            return get(*args, **kwargs)
+        try:
+            getting.add(me)
+            result = get(*args, **kwargs)
+        finally:
+            getting.discard(me)
+        if me in putting:
+            contexts.drop(result)
+        else:
+            contexts.match_result(result)
         return result
 
     return get_hook
 
 
-def _proxy(target: Any, contexts: Contexts, put: str, get: str) -> Any:
+def _proxy(target: Any, contexts: Contexts, hooks: dict[str, Callable[..., Any]]) -> Any:
     """Stand before an object that cannot be hooked, a `SimpleQueue`: everything else goes to the object itself."""
 
     class Proxy:
-        __slots__ = ()
+        __slots__ = ("__weakref__",)
 
         @property  # type: ignore[misc]
         def __class__(self) -> type:  # isinstance sees the queue
@@ -292,12 +248,21 @@ def _proxy(target: Any, contexts: Contexts, put: str, get: str) -> Any:
         def __getattr__(self, name: str) -> Any:
             return getattr(target, name)
 
-        def __repr__(self) -> str:
-            return repr(target)
+        def __setattr__(self, name: str, value: Any) -> None:
+            setattr(target, name, value)
 
-    for name in _with_nowait(target, put):
-        setattr(Proxy, name, staticmethod(_putting(getattr(target, name), contexts)))
-    for name in _with_nowait(target, get):
-        setattr(Proxy, name, staticmethod(_getting(getattr(target, name), contexts)))
+        def __delattr__(self, name: str) -> None:
+            delattr(target, name)
+
+    def forwarding(name: str) -> Callable[..., Any]:
+        return lambda _, *args, **kwargs: getattr(target, name)(*args, **kwargs)
+
+    own = [name for name in dir(type(target)) if name[:2] == "__" == name[-2:] and not hasattr(Proxy, name) and name != "__slots__"]
+    for name in ("__repr__", "__str__", "__dir__", "__reduce_ex__", *own):
+        setattr(Proxy, name, forwarding(name))
+    for name, function in hooks.items():
+        setattr(Proxy, name, staticmethod(function))
     setattr(Proxy, HOOKED, contexts)
+    if type(target) is queue.SimpleQueue:
+        _proxied.add(target)
     return Proxy()
