@@ -260,6 +260,22 @@ VERDICTS = {
         ],
         "drafter 0 starved 80 % of its time: target 0 is the bottleneck (busy 70 %).",
     ),
+    "past a role that only passes items on": (
+        [
+            account("target", 0, busy=30, backpressured=70),
+            account("drafter", 0, busy=95, sources={"target": 10}),
+            account("postprocess", 0, busy=5, backpressured=95, gpu=False, sources={"target": 11}),
+        ],
+        "target 0 backpressured 70 % of its time: drafter 0 is the bottleneck (busy 95 %).",
+    ),
+    "a slow role on the items' way": (
+        [
+            account("target", 0, busy=20, backpressured=80),
+            account("drafter", 0, busy=10, starved=90, sources={"target": 10}),
+            account("postprocess", 0, busy=99, gpu=False, phases={"d2h": 90}, sources={"target": 11}),
+        ],
+        "drafter 0 starved 90 % of its time: postprocess 0 is the bottleneck (busy 99 %); it spends 90 % in d2h.",
+    ),
     "a producer that is not busy either is not blamed": (
         [account("target", 0, busy=30), account("drafter", 0, busy=40, starved=60, sources=FED)],
         "drafter 0 starved 60 % of its time, waiting for target 0 (busy 30 %).",

@@ -5,8 +5,10 @@ The rule, with shares of wall time:
 1. Look at the roles that have a GPU; when none has, at target and drafter; when there are none, at all. The subject is the role with the
    largest share in one waiting state, starved, backpressured or lock_wait, if that is 10 % or more; else a single worker with 25 % or
    more. Workers of the role that wait half as much again as the whole are named instead of the role. If nobody waits so much, say so.
-2. A starved subject waits for the role that made most of the items it consumed; a backpressured one for the role that consumed most of
-   its items. Both are known from the items that arrived. While that role is itself more in the same state than busy, go on from there.
+2. A starved subject waits for the role that made most of the items it consumed, or for one that had about as many of them in hand on
+   their way (an asynchronous copy), whichever is busier; a backpressured one for the role that took most of its items. Both are known
+   from the items that arrived. While that role is itself more in the same state than busy, go on from there; a role that only passes
+   items on leads to those who take what was passed.
 3. The role found is *the bottleneck* if it is busy for more than half of its time; else only its busy share is said.
 4. Its largest busy phase is named when it takes 25 % or more: of one worker, if that spends a quarter more than the median of its role.
 """
@@ -26,6 +28,7 @@ WORKER_SHARE_MIN: Final = 0.25
 PHASE_SHARE_MIN: Final = 0.25
 OUTLIER_OF_ROLE: Final = 1.5
 OUTLIER_OF_MEDIAN: Final = 1.25
+PASSED_ON_SHARE_MIN: Final = 0.9
 _WAITS: Final = {State.STARVED: "starved", State.BACKPRESSURED: "backpressured", State.LOCK_WAIT: "waiting for locks"}
 
 
@@ -101,29 +104,38 @@ def _nobody_waits(roles: list[list[Account]]) -> str:
 
 def _cause(roles: dict[str, list[Account]], subject: list[Account], state: State) -> list[Account] | None:
     """Follow the items, upstream of a starved role or downstream of a backpressured one."""
-    visited = {subject[0].role}
+    visited = [subject[0].role]
     waiting, cause = subject, None
     while True:
-        role = _neighbour(roles, waiting, state)
-        if role is None or role in visited:
+        role = _upstream(roles, waiting, visited) if state == State.STARVED else _downstream(roles, visited)
+        if role is None or state == State.LOCK_WAIT:
             return cause
-        visited.add(role)
+        visited.append(role)
         waiting = cause = roles[role]
         if share(cause, state) <= share(cause, State.BUSY):
             return cause
 
 
-def _neighbour(roles: dict[str, list[Account]], waiting: list[Account], state: State) -> str | None:
-    items: dict[str, int] = {}
-    if state == State.STARVED:
-        for worker in waiting:
-            for role, count in worker.sources.items():
-                items[role] = items.get(role, 0) + count
-    elif state == State.BACKPRESSURED:
-        made_by = waiting[0].role
-        items = {role: sum(worker.sources.get(made_by, 0) for worker in members) for role, members in roles.items()}
-    known = {role: count for role, count in items.items() if count and role in roles}
-    return max(known, key=lambda role: known[role]) if known else None
+def _upstream(roles: dict[str, list[Account]], waiting: list[Account], visited: list[str]) -> str | None:
+    """Return who keeps the waiting workers' items: their maker, or a role that works on them on their way."""
+    known = {role: _items(waiting, [role]) for role in roles if role not in visited}
+    maker = max(known, key=lambda role: known[role], default=None)
+    if maker is None or not known[maker]:
+        return None
+    passing = [role for role in known if role != maker and _items(roles[role], [maker]) >= PASSED_ON_SHARE_MIN * known[maker]]
+    return max([maker, *passing], key=lambda role: share(roles[role], State.BUSY))
+
+
+def _downstream(roles: dict[str, list[Account]], visited: list[str]) -> str | None:
+    """Return who took most of the items that the roles on the way here made."""
+    known = {role: _items(members, visited) for role, members in roles.items() if role not in visited}
+    role = max(known, key=lambda role: known[role], default=None)
+    return role if role is not None and known[role] else None
+
+
+def _items(workers: Sequence[Account], makers: Sequence[str]) -> int:
+    """Return how many items of those makers the workers had in hand."""
+    return sum(worker.sources.get(maker, 0) for worker in workers for maker in makers)
 
 
 def _blame(cause: list[Account]) -> str:
