@@ -10,17 +10,20 @@ import json
 import mmap
 import os
 import platform
+import stat
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from otel_dflash.agent.catalog import names_bytes
-from otel_dflash.agent.frames import FrameKind
+from otel_dflash.agent.catalog import Catalog, names_bytes
+from otel_dflash.agent.frames import Frame, FrameKind
 from otel_dflash.agent.recording import RecordingWriter
 from otel_dflash.records import (
+    HEADER_BYTES,
     KIND_MASK,
     KIND_SHIFT,
     LAP_MASK,
@@ -61,22 +64,18 @@ class RingReader:
             MalformedRingError: It is no ring.
             OSError: It is gone.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            size = os.fstat(fd).st_size
-            if size <= SLOTS_OFFSET or size % RECORD_BYTES:
-                raise MalformedRingError(f"{size} bytes")
-            self._memory = mmap.mmap(fd, size)
+            self._memory = mmap.mmap(fd, _checked_size(fd))
         finally:
             os.close(fd)
         self._words = np.frombuffer(self._memory, "<u8")
         self._records = self._words[SLOTS_OFFSET // WORD_BYTES :].reshape(-1, RECORD_WORDS)
         self._live = self._words[LIVE_OFFSET // WORD_BYTES : RECORDED_OFFSET // WORD_BYTES]
         self._recorded = self._words[RECORDED_OFFSET // WORD_BYTES : NAMES_OFFSET // WORD_BYTES]
-        if self.word(Header.MAGIC) != MAGIC or self.word(Header.SLOTS) != len(self._records):
-            raise MalformedRingError(f"magic {self.word(Header.MAGIC):#x}, {self.word(Header.SLOTS)} slots in {size} bytes")
         self.path = path
         self.id = self.word(Header.RING_ID)
+        _check_worker(self.id, self.names(0))
         self.counters = b""
         self.counters_ns = 0
         self._visible = self.tail = self.word(Header.TAIL)
@@ -117,8 +116,15 @@ class RingReader:
         self._words[Header.TAIL] = self.tail
 
     def names(self, known: int) -> tuple[bytes, int]:
-        """Return the entries after the first `known`, and how many."""
-        return names_bytes(self._memory[NAMES_OFFSET:SLOTS_OFFSET], known, min(self.word(Header.NAMES), NAMES_MAX))
+        """Return the entries after the first `known`, and how many.
+
+        Raises:
+            MalformedRingError: The name region makes no sense.
+        """
+        try:
+            return names_bytes(self._memory[NAMES_OFFSET:SLOTS_OFFSET], known, min(self.word(Header.NAMES), NAMES_MAX))
+        except ValueError as error:
+            raise MalformedRingError(str(error)) from None
 
     def read_counters(self) -> bytes:
         """Return the cumulative counters."""
@@ -141,6 +147,35 @@ class RingReader:
         return sorted(phases, key=lambda phase: phase[1]) if step or killed else [], step
 
 
+def _checked_size(fd: int) -> int:
+    """Return the size of an open ring file; looked at by reading, because a store into a foreign map may be SIGBUS.
+
+    Raises:
+        MalformedRingError: It is no ring.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size <= SLOTS_OFFSET or status.st_size % RECORD_BYTES:
+        raise MalformedRingError(f"{status.st_size} bytes")
+    head = np.frombuffer(os.pread(fd, HEADER_BYTES, 0), "<u8")
+    if head[Header.MAGIC] != MAGIC or head[Header.SLOTS] != (status.st_size - SLOTS_OFFSET) // RECORD_BYTES:
+        raise MalformedRingError(f"magic {int(head[Header.MAGIC]):#x}, {head[Header.SLOTS]} slots in {status.st_size} bytes")
+    return status.st_size
+
+
+def _check_worker(ring: int, names: tuple[bytes, int]) -> None:
+    """Look at the first name, which says whose ring it is.
+
+    Raises:
+        MalformedRingError: It does not.
+    """
+    catalog = Catalog()
+    catalog.apply(Frame(0, FrameKind.NAMES, ring, 0, names[1], 0, names[0]))
+    try:
+        _ = catalog[ring].worker
+    except (ValueError, LookupError) as error:
+        raise MalformedRingError(f"it does not say whose it is: {error}") from None
+
+
 class Drain:
     """Takes all rings of a session to its recording."""
 
@@ -158,7 +193,11 @@ class Drain:
     def poll(self) -> int:
         """Take what every ring has; return the number of records."""
         self._discover()
-        return sum(self._drain(ring) for ring in list(self._rings.values()))
+        return sum(self._drain_safely(ring) for ring in list(self._rings.values()))
+
+    def holds_living(self) -> bool:
+        """Return whether a process that lives may still write to a ring held here."""
+        return any(process_start(ring.word(Header.PID)) == ring.word(Header.PROCESS_START) for ring in self._rings.values())
 
     def figures(self) -> tuple[dict[str, float], float]:
         """Return the largest fill of each ring since the last call, and the mean cost of a phase in ns."""
@@ -187,28 +226,42 @@ class Drain:
             self._costs_ps[ring.word(Header.PID)] = ring.word(Header.RECORD_COST)
             self._rings[path.name] = ring
 
+    def _drain_safely(self, ring: RingReader) -> int:
+        """Drain a ring; one that makes trouble is left alone, and its worker counts what finds no room."""
+        try:
+            return self._drain(ring)
+        except Exception as error:  # noqa: BLE001  the error boundary of a turn: other rings go on
+            del self._rings[ring.path.name]
+            self._malformed.add(ring.path.name)
+            where = "" if isinstance(error, MalformedRingError) else f"\n{traceback.format_exc()}"
+            self._say(f"{ring.path.name} cannot be drained ({type(error).__name__}: {error}); it is left alone{where}")
+            return 0
+
     def _drain(self, ring: RingReader) -> int:
         killed = process_start(ring.word(Header.PID)) != ring.word(Header.PROCESS_START)
         over = killed or ring.word(Header.CLOSED) != 0  # before the last look at the records
         live = ring.live()
         now = time.monotonic_ns()
         taken = 0
-        while True:
-            self._take_names(ring, now)
+        more = True
+        while more:
             records = ring.published()[:FRAME_RECORDS_MAX]
-            if not len(records):
-                break
-            self._append(FrameKind.RECORDS, ring.id, ring.tail, len(records), records.tobytes(), now)
-            taken += len(records)
-            ring.advance(records)
-        self._fill[str(ring.id)] = round(max(self._fill.get(str(ring.id), 0.0), taken / ring.word(Header.SLOTS)), 6)
+            self._take_names(ring, now)
+            if len(records):
+                self._append(FrameKind.RECORDS, ring.id, ring.tail, len(records), records.tobytes(), now)
+                ring.advance(records)
+                taken += len(records)
+            # Once more where the end of a frame or a lap cut it, but not for what came meanwhile: a fast worker would never let go.
+            cut = len(records) == FRAME_RECORDS_MAX or ring.tail % ring.word(Header.SLOTS) == 0
+            more = len(records) > 0 and (over or (cut and taken < ring.word(Header.SLOTS)))
+        self._fill[str(ring.id)] = round(max(self._fill.get(str(ring.id), 0.0), min(1.0, taken / ring.word(Header.SLOTS))), 6)
         self._take_counters(ring, now, over)
         if over:
             self._retire(ring, live, killed and not ring.word(Header.CLOSED), now)
         return taken
 
     def _take_names(self, ring: RingReader, now: int) -> None:
-        """Names first: a record must not be in the log before its names."""
+        """Names first: a record must not be in the log before its names. The caller has looked at the records before."""
         known = self._recording.names(ring.id)
         if ring.word(Header.NAMES) > known:
             payload, count = ring.names(known)

@@ -26,12 +26,16 @@ PAYLOAD_BYTES_MAX: Final = 1 << 27  # twice the largest ring
 class FrameKind(IntEnum):
     """What a frame's payload is."""
 
+    UNKNOWN = 0  # of a later version: readers pass over it
     NAMES = 1  # count name entries as in the ring file, from id `first`
     RECORDS = 2  # count raw slots, from sequence `first`
     COUNTERS = 3  # count words in the order of records.Counter
     CLOSED = 4  # JSON: end_ns, killed, open [[name id, start ns]], step [step id, start ns] or null
     AGENT = 5  # JSON: cpu_ns, wall_offset_ns, fill {ring id: ratio}, cost_ns
-    SEGMENT = 6  # JSON: next {ring id: sequence}; the first frame of every segment
+    SEGMENT = 6  # JSON: next {ring id: sequence}, closed [ring id]; the first frame of every segment
+
+
+_KINDS: Final = frozenset(FrameKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +69,13 @@ def payload_bytes(head: bytes) -> int | None:
 
 
 def decode(head: bytes, payload: bytes) -> Frame | None:
-    """Return the frame, None when it is torn, damaged, or of a kind this version does not know."""
+    """Return the frame, None when it is torn or damaged."""
     magic, kind, size, count, number, ring, first, time_ns = _HEAD.unpack_from(head)
     (crc,) = _CHECK.unpack_from(head, _HEAD.size)
     if magic != FRAME_MAGIC or size != len(payload) or crc != zlib.crc32(payload, zlib.crc32(head[: _HEAD.size])):
         return None
-    try:
-        return Frame(number, FrameKind(kind), ring, first, count, time_ns, payload)
-    except ValueError:
-        return None
+    known = FrameKind(kind) if kind in _KINDS else FrameKind.UNKNOWN
+    return Frame(number, known, ring, first, count, time_ns, payload)
 
 
 def undecoded(head: bytes) -> Frame:

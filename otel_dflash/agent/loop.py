@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -38,19 +39,22 @@ def main(session_directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0
-    agent = Agent(session, config)
-    signal.signal(signal.SIGTERM, lambda *_: agent.stop.set())
+    # A pipe and not an Event: its set() deadlocks when it interrupts the wait. Nor a blocked signal: numpy's threads don't block it.
+    told_to_stop, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    agent.run()
+    Agent(session, config, told_to_stop).run()
     os._exit(0)  # an exporter may hang in a call that nothing can end
 
 
 class Agent:
     """One agent of one session."""
 
-    def __init__(self, session: Session, config: AgentConfig) -> None:
-        """Open the recording and take up the rings."""
-        self.stop = threading.Event()
+    def __init__(self, session: Session, config: AgentConfig, told_to_stop: int) -> None:
+        """Open the recording and take up the rings. `told_to_stop` is a file that gets readable when the agent is to end."""
+        self._told_to_stop = told_to_stop
         self._session = session
         self._config = config
         self._is_orphaned = False
@@ -72,18 +76,18 @@ class Agent:
         """Serve until nobody writes, or until told to stop; then flush what can be flushed in time."""
         self._delivery.start()
         next_figures = 0.0
-        over = False
+        over = stopped = False
         while not over:
-            over = self.stop.is_set() or not self._is_needed()  # before the last look at the rings
+            over = stopped or not self._is_needed()  # before the last look at the rings
             self._drain.poll()
             if over or time.monotonic() >= next_figures:
                 next_figures = time.monotonic() + AGENT_INTERVAL_S
                 self._append_figures()
             if not over:
-                self.stop.wait(self._config.drain_interval_s)
+                stopped = bool(select.select([self._told_to_stop], [], [], self._config.drain_interval_s)[0])
         self._delivery.finish(self._config.exit_timeout_s)
         self._recording.close()
-        if not self.stop.is_set():
+        if not stopped:
             remove_session(self._session)
 
     def _is_needed(self) -> bool:
@@ -131,6 +135,8 @@ class Delivery:
         """Let the sinks reach the end of the recording, at most `timeout_s`; write down how far they came."""
         deadline = time.monotonic() + timeout_s
         self._starting.join(timeout_s)
+        if self._starting.is_alive():
+            self._failure = "the exporters were not loaded yet"
         sinks = [sink for group in self._sinks.values() for sink in group]
         for sink in sinks:
             sink.finish()
@@ -180,7 +186,7 @@ class Delivery:
         return {
             "delivered": delivered,
             "failures": sum(sink.failures for sink in group),
-            "pending": sum(self._recording.next_number - sink.reader.position for sink in group if not sink.done.is_set()),
+            "pending": sum(self._recording.next_number - sink.position for sink in group if not sink.done.is_set()),
             "reason": None if delivered else next(filter(None, reasons), "the time to flush was up"),
         }
 

@@ -4,30 +4,34 @@ A recording is a directory::
 
     run.json                      RunInfo
     segment-<first frame>.rec     frames; the first says the next sequence of each ring, then all names are repeated,
-                                  so a segment can be read alone and the oldest can be removed
+                                  so a segment can be read alone and the oldest can be removed; it gets its name
+                                  when these are written
     cursor-<sink>.json            how far a sink has come (sinks.py)
     delivery.json, agent.log      what the agent says at its end, and on the way
 
-Files are never changed but by appending, and cut only at a torn end, so reading needs no lock, live or later.
+Segments are never changed but by appending, and cut only at a torn end, so reading needs no lock, live or later. Where the disk has no
+room, frames go to memory alone: the newest ones are there for live readers either way.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from otel_dflash.agent.catalog import Catalog
-from otel_dflash.agent.frames import FRAME_HEAD_BYTES, Frame, FrameKind, decode, payload_bytes, undecoded
+from otel_dflash.agent.frames import Frame, FrameKind
+from otel_dflash.agent.recent import RecentFrames
+from otel_dflash.agent.segments import read_frame, segment_path, segments
 
 RUN_FILE: Final = "run.json"
 FORMAT: Final = 1
 SEGMENT_BYTES_MAX: Final = 64 << 20
-RECENT_BYTES_MAX: Final = 8 << 20
+RETRY_NS: Final = 1_000_000_000  # how long to leave a disk alone that had no room
+_DRAFT: Final = "segment.tmp"
+_NOT_FOR_READERS: Final = (FrameKind.SEGMENT, FrameKind.UNKNOWN)
 
 
 class RecordingError(Exception):
@@ -77,53 +81,25 @@ def read_info(directory: Path) -> RunInfo:
     """
     path = directory / RUN_FILE
     try:
-        info = RunInfo(**json.loads(path.read_bytes()))
+        said = json.loads(path.read_bytes())
+        if isinstance(said["format"], int) and said["format"] > FORMAT:
+            raise RecordingError(f"{directory} has format {said['format']}, this version reads up to {FORMAT}; install a newer otel-dflash")
+        info = RunInfo(**{item.name: said[item.name] for item in fields(RunInfo)})
+        wrong = [item.name for item in fields(RunInfo) if type(said[item.name]).__name__ != item.type]
     except FileNotFoundError:
         raise RecordingError(f"{directory} is not a recording: it has no {RUN_FILE}; `otel-dflash runs` lists recordings") from None
-    except (OSError, ValueError, TypeError) as error:
+    except KeyError as error:
+        raise RecordingError(f"{path} cannot be read: it does not say {error}") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RecordingError(f"{path} cannot be read: {error}") from None
-    if info.format > FORMAT:
-        raise RecordingError(f"{directory} has format {info.format}, this version reads up to {FORMAT}; install a newer otel-dflash")
+    if wrong:
+        raise RecordingError(f"{path} cannot be read: {', '.join(wrong)} is of the wrong type")
     return info
 
 
 def list_recordings(base: Path) -> list[Path]:
     """Return the recordings below `base`, oldest name first; none when there is no such directory."""
     return sorted(path.parent for path in base.glob(f"*/{RUN_FILE}"))
-
-
-def segments(directory: Path) -> list[tuple[int, Path]]:
-    """Return (first frame number, path) of each segment in order."""
-    found = []
-    for path in directory.glob("segment-*.rec"):
-        digits = path.stem.removeprefix("segment-")
-        if digits.isdigit():
-            found.append((int(digits), path))
-    return sorted(found)
-
-
-def read_frame(file: BinaryIO, skip_payload_of: FrameKind | None = None) -> Frame | None:
-    """Return the next frame, or None and the file where it was: end, torn or damaged."""
-    start = file.tell()
-    head = file.read(FRAME_HEAD_BYTES)
-    size = payload_bytes(head)
-    frame = None
-    if size is not None:
-        if skip_payload_of is not None and head[4] == skip_payload_of:
-            return _skip(file, head, size, start)
-        frame = decode(head, file.read(size))
-    if frame is None:
-        file.seek(start)
-    return frame
-
-
-def _skip(file: BinaryIO, head: bytes, size: int, start: int) -> Frame | None:
-    """Step over a payload unread; the frame keeps its head only, and its CRC is not checked."""
-    if start + FRAME_HEAD_BYTES + size > os.fstat(file.fileno()).st_size:
-        file.seek(start)
-        return None
-    file.seek(size, os.SEEK_CUR)
-    return undecoded(head)
 
 
 class RecordingReader:
@@ -133,33 +109,33 @@ class RecordingReader:
         """Open the recording at frame number `position`; with `live`, its newest frames come from memory.
 
         Raises:
-            RecordingError: Not a recording.
+            RecordingError: Not a recording, or it cannot be read.
         """
         self.directory = directory
         self.info = read_info(directory)
         self.catalog = Catalog()
-        self.position = 0
+        self.position = position
         self.missing_frames = 0
         self._live = live
         self._file: BinaryIO | None = None
         self._first = -1  # first frame number of the open segment
-        self._open_at(position)
+        self._learn_names()
 
     def read(self, limit: int = 256) -> list[Frame]:
-        """Return up to `limit` next frames, [] at the end. Their names are in the catalog."""
-        while frames := self._next_frames(limit):
+        """Return up to `limit` next frames, [] at the end. Their names are in the catalog.
+
+        Raises:
+            RecordingError: It cannot be read any more.
+        """
+        while True:
+            frames = self._next(limit)
             for frame in frames:
                 self.missing_frames += max(0, frame.number - self.position)
                 self.position = frame.number + 1
                 self.catalog.apply(frame)
-            content = [frame for frame in frames if frame.kind != FrameKind.SEGMENT]
-            if content:
-                return content
-        return []
-
-    def _next_frames(self, limit: int) -> list[Frame]:
-        frames = self._live.recent(self.position, limit) if self._live else None
-        return self._read_files(limit) if frames is None else frames
+            wanted = [frame for frame in frames if frame.kind not in _NOT_FOR_READERS]
+            if wanted or not frames:
+                return wanted
 
     def close(self) -> None:
         """Close the open segment."""
@@ -167,53 +143,88 @@ class RecordingReader:
             self._file.close()
             self._file = None
 
-    def _open_at(self, position: int) -> None:
-        """Learn the names up to `position`: the segment that holds it repeats all that are older."""
-        before = [entry for entry in segments(self.directory) if entry[0] <= position]
-        if not before:
-            self.position = position
-            return
-        self._open(*before[-1])
-        assert self._file
-        while True:
-            at = self._file.tell()
-            frame = read_frame(self._file, skip_payload_of=FrameKind.RECORDS)
-            if frame is None or frame.number >= position:
-                self._file.seek(at)
-                break
-            self.catalog.apply(frame)
-        self.position = position
+    def _next(self, limit: int) -> list[Frame]:
+        if self._live is None:
+            return self._read_files(limit)
+        recent = self._live.recent.read(self.position, limit)
+        if recent is not None:
+            return recent
+        return self._read_files(limit) or self._live.recent.read(self.position, limit, or_later=True) or []
 
-    def _open(self, first: int, path: Path) -> None:
-        self.close()
-        self._file = path.open("rb")
-        self._first = first
+    def _learn_names(self) -> None:
+        """Learn the names before the position: the segment that holds it repeats all that are older."""
+        if not self._open_last_before(self.position):
+            return
+        assert self._file
+        try:
+            while True:
+                at = self._file.tell()
+                frame = read_frame(self._file, skip_payload_of=FrameKind.RECORDS)
+                if frame is None or frame.number >= self.position:
+                    self._file.seek(at)
+                    return
+                self.catalog.apply(frame)
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def _read_files(self, limit: int) -> list[Frame]:
+        self._open_last_before(self.position)  # frames from memory may have led far beyond the open segment
         frames: list[Frame] = []
-        while len(frames) < limit:
-            frame = read_frame(self._file) if self._file else None
-            if frame is None:
-                if not self._next_segment():
+        try:
+            while len(frames) < limit:
+                frame = self._read_on()
+                if frame is None:
                     break
-            elif frame.number >= self.position:
-                frames.append(frame)
+                if frame.number >= self.position:
+                    frames.append(frame)
+                else:
+                    self.catalog.apply(frame)
+        except OSError as error:
+            raise self._unreadable(error) from None
         return frames
 
-    def _next_segment(self) -> bool:
-        """Open the segment after this one. What the open one still held is beyond damage: the numbers tell how much."""
-        later = [entry for entry in segments(self.directory) if entry[0] > self._first]
-        while later:
+    def _read_on(self) -> Frame | None:
+        """Return the next frame in the files. What the open segment holds no more is beyond damage: the numbers tell how much."""
+        while True:
+            frame = read_frame(self._file) if self._file else None
+            if frame is not None:
+                return frame
+            later = [entry for entry in segments(self.directory) if entry[0] > self._first]
+            if not later:
+                return None
+            # The writer appended to this one until it made the next: only now is this one's end known.
+            frame = read_frame(self._file) if self._file else None
+            if frame is not None:
+                return frame
+            if not self._open_first_of(later):
+                return None
+
+    def _open_last_before(self, position: int) -> bool:
+        """Open the segment that holds `position`, unless that or a later one is open; return whether it was opened."""
+        if self._file is not None and self._first >= position:
+            return False
+        before = [entry for entry in segments(self.directory) if self._first < entry[0] <= position]
+        return self._open_first_of(before[::-1])
+
+    def _open_first_of(self, found: list[tuple[int, Path]]) -> bool:
+        for first, path in found:
             try:
-                self._open(*later.pop(0))
+                file = path.open("rb")
             except FileNotFoundError:  # removed by the size cap meanwhile
                 continue
+            except OSError as error:
+                raise self._unreadable(error) from None
+            self.close()
+            self._file, self._first = file, first
             return True
         return False
 
+    def _unreadable(self, error: OSError) -> RecordingError:
+        return RecordingError(f"{self.directory} cannot be read: {error.strerror}; check the disk and the file modes")
+
 
 class RecordingWriter:
-    """Appends frames. One per recording; `append` is for the drain thread, `recent` for any."""
+    """Appends frames. One per recording and thread; only `recent` is for every thread."""
 
     def __init__(self, directory: Path, limit_bytes: int, first_number: int = 0, segment_bytes: int = SEGMENT_BYTES_MAX) -> None:
         """Open a recording for appending, cut a torn end, and learn where each ring goes on.
@@ -224,19 +235,23 @@ class RecordingWriter:
             OSError: It cannot be opened or read.
         """
         self.directory = directory
-        self.lost_frames = 0  # not written: disk full
+        self.closed: set[int] = set()
+        """Rings that are retired: nothing of them follows."""
+        self.lost_frames = 0
+        """Frames that are not on disk: it had no room."""
         self.removed_segments = 0
+        """Oldest segments removed to keep to the size cap."""
+        self.recent = RecentFrames()
         self._limit_bytes = limit_bytes
         self._segment_bytes = min(segment_bytes, max(limit_bytes // 4, 1 << 18))
         self._catalog = Catalog()
         self._next_sequence: dict[int, int] = {}
-        self.closed: set[int] = set()
-        self._recent: deque[Frame] = deque()
-        self._recent_bytes = 0
-        self._appended = threading.Condition()
         self._next_number = 0
+        self._fd = -1  # the open segment: its first frame's number, its size, and how much of that only repeats
+        self._first = 0
         self._size = 0
-        self._fd = -1
+        self._head_bytes = 0
+        self._retry_ns = 0  # the disk had no room: not before this time again
         self._recover()
         self._next_number = max(self._next_number, first_number)
 
@@ -258,27 +273,12 @@ class RecordingWriter:
         """Append a frame; return whether it is on disk. It reaches live readers either way."""
         if self._fd < 0 or self._size >= self._segment_bytes:
             self._roll(time_ns)
-        return self._write(Frame(self._next_number, kind, ring, first, count, time_ns, payload))
-
-    def recent(self, position: int, limit: int) -> list[Frame] | None:
-        """Return frames from `position` on out of memory, None when they are only on disk."""
-        with self._appended:
-            if position >= self._next_number:
-                return []
-            if not self._recent or position < self._recent[0].number:
-                return None
-            skip = position - self._recent[0].number
-            return [self._recent[i] for i in range(skip, min(skip + limit, len(self._recent)))]
-
-    def wait(self, position: int, timeout_s: float) -> None:
-        """Wait until a frame at `position` exists, at most `timeout_s`."""
-        with self._appended:
-            self._appended.wait_for(lambda: self._next_number > position, timeout_s)
-
-    def wake(self) -> None:
-        """Let every waiting reader look again."""
-        with self._appended:
-            self._appended.notify_all()
+        frame = Frame(self._next_number, kind, ring, first, count, time_ns, payload)
+        written = self._write(frame, time_ns)
+        if not written:
+            self.lost_frames += 1
+        self._publish(frame)
+        return written
 
     def close(self) -> None:
         """Close the segment; everything appended is with the kernel already."""
@@ -286,33 +286,28 @@ class RecordingWriter:
             os.close(self._fd)
             self._fd = -1
 
-    def _write(self, frame: Frame) -> bool:
-        written = False
+    def _write(self, frame: Frame, time_ns: int) -> bool:
+        """Write a frame whole or not at all. A segment that lacks one ends: names may be lost with it, and the next repeats them."""
+        if self._fd < 0:
+            return False
         data = frame.encode()
         try:
-            if self._fd >= 0:
-                written = self._write_all(data)
+            _write_all(self._fd, data)
         except OSError:  # disk full: counted here, said by the drain
             os.ftruncate(self._fd, self._size)  # a short write before ENOSPC must not look like a torn end
-        if written:
-            self._size += len(data)
-        else:
-            self.lost_frames += 1
-        self._note(frame)
-        with self._appended:
-            self._next_number = frame.number + 1
-            self._recent.append(frame)
-            self._recent_bytes += len(data)
-            while self._recent_bytes > RECENT_BYTES_MAX and len(self._recent) > 1:
-                self._recent_bytes -= len(self._recent.popleft().payload) + FRAME_HEAD_BYTES
-            self._appended.notify_all()
-        return written
-
-    def _write_all(self, data: bytes) -> bool:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+            self.close()
+            if self._size == self._head_bytes:
+                segment_path(self.directory, self._first).unlink(missing_ok=True)
+            self._retry_ns = time_ns + RETRY_NS
+            return False
+        self._size += len(data)
         return True
+
+    def _publish(self, frame: Frame) -> None:
+        """Let live readers have the frame, whose number is the next."""
+        self._note(frame)
+        self._next_number = frame.number + 1
+        self.recent.add(frame)
 
     def _note(self, frame: Frame) -> None:
         self._catalog.apply(frame)
@@ -327,50 +322,69 @@ class RecordingWriter:
             self.closed.update(state["closed"])
 
     def _recover(self) -> None:
-        found = segments(self.directory)
-        if not found:
-            return
-        self._next_number, path = found[-1]
-        with open(path, "rb") as file:
-            while frame := read_frame(file):
-                self._note(frame)
-                self._next_number = frame.number + 1
-            self._size = file.tell()
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.ftruncate(self._fd, self._size)
-        if self._size == 0:  # the segment's own first frame was torn: what it repeats is in the one before
-            self.close()
+        """Take up the newest segment that holds a frame: it says all that is to be known of those before."""
+        for first, path in reversed(segments(self.directory)):
+            with open(path, "rb") as file:
+                while frame := read_frame(file):
+                    self._note(frame)
+                    self._next_number = frame.number + 1
+                self._size = file.tell()
+            if self._size:
+                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+                os.ftruncate(self._fd, self._size)
+                return
+            self._next_number = max(self._next_number, first)
             path.unlink()
-            self._recover()
 
     def _roll(self, time_ns: int) -> None:
         """Start a segment with all that a reader of it alone must know, and remove the oldest beyond the cap."""
-        if self._fd >= 0:
-            os.fsync(self._fd)
-            self.close()
-        path = self.directory / f"segment-{self._next_number:012d}.rec"
-        self._size = 0
+        if time_ns < self._retry_ns:
+            return
+        frames = self._first_frames(time_ns)
+        data = b"".join(frame.encode() for frame in frames)
+        draft = self.directory / _DRAFT
+        fd = -1
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError:
-            self._fd = -1  # counted frame by frame; the next append tries again
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _write_all(fd, data)
+            if self._fd >= 0:
+                os.fsync(self._fd)
+            draft.replace(segment_path(self.directory, self._next_number))  # a reader never sees a half-made segment
+        except OSError:  # an open segment goes on
+            self._retry_ns = time_ns + RETRY_NS
+            if fd >= 0:
+                os.close(fd)
+                draft.unlink(missing_ok=True)
+            return
+        self.close()
+        self._fd, self._first, self._size, self._head_bytes = fd, self._next_number, len(data), len(data)
+        for frame in frames:
+            self._publish(frame)
+        self._remove_oldest()
+
+    def _first_frames(self, time_ns: int) -> list[Frame]:
         live = {ring: sequence for ring, sequence in self._next_sequence.items() if ring not in self.closed}
         state = json.dumps({"next": live, "closed": sorted(self.closed)}).encode()
-        whole = self._write(Frame(self._next_number, FrameKind.SEGMENT, 0, 0, 0, time_ns, state))
+        frames = [Frame(self._next_number, FrameKind.SEGMENT, 0, 0, 0, time_ns, state)]
         for ring, names in self._catalog.items():
             if ring not in self.closed:
-                frame = Frame(self._next_number, FrameKind.NAMES, ring, 0, len(names.entries), time_ns, names.encode())
-                whole = self._write(frame) and whole
-        if whole:
-            self._remove_oldest()
-        elif self._fd >= 0:  # a segment that does not know its names is worse than none
-            self.close()
-            path.unlink()
+                number = self._next_number + len(frames)
+                frames.append(Frame(number, FrameKind.NAMES, ring, 0, len(names.entries), time_ns, names.encode()))
+        return frames
 
     def _remove_oldest(self) -> None:
-        found = segments(self.directory)
-        sizes = [path.stat().st_size for _, path in found]
-        while len(found) > 1 and sum(sizes) + self._segment_bytes > self._limit_bytes:
-            found.pop(0)[1].unlink()
-            sizes.pop(0)
-            self.removed_segments += 1
+        try:
+            found = segments(self.directory)
+            sizes = [path.stat().st_size for _, path in found]
+            while len(found) > 1 and sum(sizes) + self._segment_bytes > self._limit_bytes:
+                found.pop(0)[1].unlink()
+                sizes.pop(0)
+                self.removed_segments += 1
+        except OSError:  # somebody else's hand in the directory: at the next roll again
+            return
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

@@ -7,6 +7,7 @@ between the two sends the same bytes again: at most the batch in flight. A sink 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import sys
 import threading
@@ -37,18 +38,19 @@ class Sink(threading.Thread):
     def __init__(self, name: str, directory: Path, live: RecordingWriter | None, keep_cursor: bool) -> None:
         """Go on where the cursor file says, or from the start."""
         super().__init__(name=f"sink {name}", daemon=True)
+        self._cursor_path = directory / f"cursor-{name}.json" if keep_cursor else None
+        self._cursor: dict[str, Any] = read_cursor(self._cursor_path) if self._cursor_path else {}
         self.done = threading.Event()
         self.delivered = 0  # spans or points
         self.failures = 0  # exports that raised or were not taken
+        self.position = int(self._cursor.get("position", 0))  # all frames before it are delivered
         self.newest_ns: int | None = None  # monotonic time of the newest record delivered
         self.failure: str | None = None
         """Why nothing is delivered, one line, where that is not in the SDK's log."""
         self._finishing = threading.Event()
         self._live = live
         self._said: set[str] = set()
-        self._cursor_path = directory / f"cursor-{name}.json" if keep_cursor else None
-        self._cursor: dict[str, Any] = read_cursor(self._cursor_path) if self._cursor_path else {}
-        self.reader = RecordingReader(directory, self._cursor.get("position", 0), live)
+        self.reader = RecordingReader(directory, self.position, live)
 
     def finish(self) -> None:
         """Say that the recording is complete."""
@@ -92,6 +94,7 @@ class Sink(threading.Thread):
         """Take up the recording from its start: the cursor is of another version, or somebody changed it."""
         self._say("cursor", f"{self.name}: its cursor cannot be used ({error}); all is sent from the start, with the same ids")
         self._cursor = {}
+        self.position = 0
         self.reader.close()
         self.reader = RecordingReader(self.reader.directory, 0, self._live)
 
@@ -119,7 +122,8 @@ class Sink(threading.Thread):
     def _say(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            print(f"otel-dflash: {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the log may lie on a full disk
+                print(f"otel-dflash: {text}", file=sys.stderr, flush=True)
 
 
 class SpanSink(Sink):
@@ -157,7 +161,7 @@ class SpanSink(Sink):
                 if sent < len(spans):
                     self.save({"position": position, "held": _text(held), "delivered": sent})
             if self.reader.position > position:
-                position = self.reader.position
+                self.position = position = self.reader.position
                 held = self._replay.held()
                 self.save({"position": position, "held": _text(held), "delivered": self._skip})
                 self.newest_ns = newest_ns
@@ -237,6 +241,7 @@ class MetricSink(Sink):
         self.until_it_succeeds(lambda: self._exporter.export(data) is MetricExportResult.SUCCESS)
         self.delivered += 1
         self.newest_ns = newest_ns
+        self.position = position
         self.save(
             {
                 "position": position,
