@@ -13,7 +13,7 @@ OTEL_DFLASH_AGENT           command that runs the agent, when not this interpret
 OTEL_DFLASH_DRAIN_MS        how often the agent drains the rings, 1 .. 10000 ms              100
 OTEL_DFLASH_RECORDING_BYTES size cap of one recording, oldest part removed first, >= 1 MiB   2 GiB
 OTEL_DFLASH_METRIC_MS       interval of metric points, >= 100 ms                             10000
-OTEL_DFLASH_EXIT_MS         how long the agent may flush after the last trainer's end        1500
+OTEL_DFLASH_EXIT_MS         how long the agent may flush after the last trainer's end        1200
 OTEL_DFLASH_OTLP_HEADERS_FILE  file with OTLP headers, read by the agent only                none
 ==========================  ===============================================================  ==================
 """
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SESSION_VARIABLE = "OTEL_DFLASH_SESSION"
 AGENT_VARIABLE = "OTEL_DFLASH_AGENT"
@@ -75,8 +75,8 @@ def run_id(text: str) -> str:
     Raises:
         ConfigError: Empty, too long, or with characters that a path or a label cannot hold.
     """
-    if not RUN_ID.fullmatch(text):
-        fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")[:64] or "run-1"
+    if not isinstance(text, str) or not RUN_ID.fullmatch(text):
+        fitting = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{text}").strip("-._")[:64] or "run-1"
         raise ConfigError(f"a run id is 1 to 64 letters, digits, '.', '_' or '-', got {text!r}; try {fitting!r}")
     return text
 
@@ -86,8 +86,7 @@ def recordings_directory() -> Path:
     return Path(os.environ.get(DIRECTORY_VARIABLE) or "dflash-runs").absolute()
 
 
-@dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(NamedTuple):
     """Settings of the agent process."""
 
     drain_interval_s: float
@@ -110,5 +109,5 @@ class AgentConfig:
             drain_interval_s=integer("OTEL_DFLASH_DRAIN_MS", 100, 1, 10_000) / 1e3,
             recording_bytes=integer("OTEL_DFLASH_RECORDING_BYTES", 2 << 30, 1 << 20, 1 << 50),
             metric_interval_ns=integer("OTEL_DFLASH_METRIC_MS", 10_000, 100, 3_600_000) * 1_000_000,
-            exit_timeout_s=integer("OTEL_DFLASH_EXIT_MS", 1500, 0, 3_600_000) / 1e3,
+            exit_timeout_s=integer("OTEL_DFLASH_EXIT_MS", 1200, 0, 3_600_000) / 1e3,
         )

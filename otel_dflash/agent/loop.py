@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -39,22 +38,18 @@ def main(session_directory: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return 0
-    # A pipe and not an Event: its set() deadlocks when it interrupts the wait. Nor a blocked signal: numpy's threads don't block it.
-    told_to_stop, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Agent(session, config, told_to_stop).run()
+    # What ends every process of a job must not end the agent before them; SIGKILL may: a kill at any moment loses nothing.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    Agent(session, config).run()
     os._exit(0)  # an exporter may hang in a call that nothing can end
 
 
 class Agent:
     """One agent of one session."""
 
-    def __init__(self, session: Session, config: AgentConfig, told_to_stop: int) -> None:
-        """Open the recording and take up the rings. `told_to_stop` is a file that gets readable when the agent is to end."""
-        self._told_to_stop = told_to_stop
+    def __init__(self, session: Session, config: AgentConfig) -> None:
+        """Open the recording and take up the rings."""
         self._session = session
         self._config = config
         self._is_orphaned = False
@@ -73,22 +68,21 @@ class Agent:
         self._delivery = Delivery(session.recording, config, self._recording)
 
     def run(self) -> None:
-        """Serve until nobody writes, or until told to stop; then flush what can be flushed in time."""
+        """Serve until nobody writes; then flush what can be flushed in time."""
         self._delivery.start()
         next_figures = 0.0
-        over = stopped = False
+        over = False
         while not over:
-            over = stopped or not self._is_needed()  # before the last look at the rings
+            over = not self._is_needed()  # before the last look at the rings
             self._drain.poll()
             if over or time.monotonic() >= next_figures:
                 next_figures = time.monotonic() + AGENT_INTERVAL_S
                 self._append_figures()
             if not over:
-                stopped = bool(select.select([self._told_to_stop], [], [], self._config.drain_interval_s)[0])
+                time.sleep(self._config.drain_interval_s)
         self._delivery.finish(self._config.exit_timeout_s)
         self._recording.close()
-        if not stopped:
-            remove_session(self._session)
+        remove_session(self._session)
 
     def _is_needed(self) -> bool:
         """Return whether anybody may still write. Without its directory nobody can join, but the rings held here stay in memory."""
@@ -182,7 +176,7 @@ class Delivery:
 
     def _state(self, group: list[Any]) -> dict[str, Any]:
         delivered = bool(group) and all(sink.done.is_set() for sink in group) and not self._failure
-        reasons = [self._failure, *(sink.failure for sink in group), self._noise.latest if self._noise else None]
+        reasons = [self._failure, *(sink.failure or self._noise.reasons.get(sink.name) for sink in group if sink.is_failing)]
         return {
             "delivered": delivered,
             "failures": sum(sink.failures for sink in group),

@@ -37,8 +37,8 @@ class NoiseFilter(logging.Handler):
 
     def __init__(self, stream: TextIO, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
-        self.latest: str | None = None
-        """Why the newest export failed, one line; None when none did since `clear`."""
+        self.reasons: dict[str, str] = {}
+        """Thread (a sink has one) -> why its newest export failed, one line."""
         self._stream = stream
         self._repeat_s = repeat_s
         self._clock = clock
@@ -58,10 +58,6 @@ class NoiseFilter(logging.Handler):
         logger.propagate, level = self._before
         logger.setLevel(level)
 
-    def clear(self) -> None:
-        """Forget `latest`: an export succeeded."""
-        self.latest = None
-
     def emit(self, record: logging.LogRecord) -> None:
         """Count the record under its kind; write a line when it is due."""
         try:
@@ -75,9 +71,9 @@ class NoiseFilter(logging.Handler):
         text = redact(" ".join(text.split()))
         reason = reason_of(text)
         if reason:
-            self.latest = reason
-        elif self.latest is None and _NO_ANSWER in text:
-            self.latest = "no success before the timeout"
+            self.reasons[record.threadName or ""] = reason
+        elif _NO_ANSWER in text:
+            self.reasons.setdefault(record.threadName or "", "no success before the timeout")
         kind = record.name, template, _NUMBER.sub("#", reason or "")
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
             self._kinds.pop(next(iter(self._kinds)))

@@ -47,7 +47,7 @@ def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
             while sink.is_alive() and time.monotonic() < deadline:
                 sink.join(max(0.0, deadline - time.monotonic()))
         delivered = all(sink.done.is_set() for sink in sinks)
-        reasons = [*(sink.failure for sink in sinks), noise.latest, f"not done within {timeout_s:g} s"]
+        reasons = [*(sink.failure or noise.reasons.get(sink.name) for sink in sinks if sink.is_failing), f"not done within {timeout_s:g} s"]
         return ReplayResult(
             spans=max((sink.delivered for sink in span_sinks), default=0),
             points=max((sink.delivered for sink in metric_sinks), default=0),

@@ -45,6 +45,7 @@ class Sink(threading.Thread):
         self.failures = 0  # exports that raised or were not taken
         self.position = int(self._cursor.get("position", 0))  # all frames before it are delivered
         self.newest_ns: int | None = None  # monotonic time of the newest record delivered
+        self.is_failing = False  # the newest export was not taken
         self.failure: str | None = None
         """Why nothing is delivered, one line, where that is not in the SDK's log."""
         self._finishing = threading.Event()
@@ -64,7 +65,7 @@ class Sink(threading.Thread):
             self.deliver()
             self.done.set()
         except Exception as error:  # noqa: BLE001
-            self.failure = f"{type(error).__name__}: {error}"
+            self.is_failing, self.failure = True, f"{type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stderr)
 
     def deliver(self) -> None:
@@ -107,12 +108,13 @@ class Sink(threading.Thread):
         while True:
             try:
                 if export():
-                    self.failure = None
+                    self.is_failing, self.failure = False, None
                     return
             except Exception as error:  # noqa: BLE001  a plugin may raise anything
                 self.failure = describe(error)
                 self._say(type(error).__name__, f"{self.name}: export raised {self.failure}; it is tried again")
             self.failures += 1
+            self.is_failing = True
             if self._finishing.is_set():
                 time.sleep(BACKOFF_S[0])
             elif self._finishing.wait(pause):  # the last chance is now

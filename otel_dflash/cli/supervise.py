@@ -40,7 +40,7 @@ WATCHED: Final = FORWARDED | {signal.SIGCHLD}
 SI_KERNEL: Final = 0x80  # siginfo.si_code of what the terminal sends
 
 AGENT_RESTARTS_MAX: Final = 3
-AGENT_GRACE_S: Final = 3.5  # beyond its own exit timeout (OTEL_DFLASH_EXIT_MS): 5 s in all by default
+AGENT_GRACE_S: Final = 3.8  # beyond its own exit timeout (OTEL_DFLASH_EXIT_MS): 5 s in all by default
 
 EXIT_NOT_EXECUTABLE: Final = 126
 EXIT_NOT_FOUND: Final = 127
@@ -247,7 +247,7 @@ class Agent:
             self.problem = f"the agent could not be started: {error}"
 
     def is_running(self, *, needed: bool) -> bool:
-        """Return whether it runs. Killed, or ended while it is needed (somebody's SIGTERM), it is started again."""
+        """Return whether it runs. Killed, or ended while it is needed, it is started again."""
         if self._process is None or (code := self._process.poll()) is None:
             return self._process is not None
         self._process = None
