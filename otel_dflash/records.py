@@ -44,6 +44,7 @@ ERROR_MASK: Final = 0xFFFF
 # Word 6 of a STEP.
 BUCKET_MASK: Final = 0xFFFF
 NUMBER_SHIFT: Final = 16
+NUMBER_MAX: Final = (1 << 48) - 2  # the largest step number
 
 # A ring id is a 36-bit hash shifted left: the low bits count the steps (31 days at 100 steps/s).
 SERIAL_BITS: Final = 28

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import threading
 import time
-from hashlib import blake2b
+from _blake2 import blake2b  # hashlib would load OpenSSL
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +25,7 @@ from otel_dflash.records import (
     OTHER_NAME,
     OTHER_NAME_ID,
     RECORD_BYTES,
+    RECORD_WORDS,
     RECORDED_OFFSET,
     SERIAL_BITS,
     SLOTS_OFFSET,
@@ -37,15 +37,17 @@ from otel_dflash.records import (
 from otel_dflash.session import process_start
 
 _PAGE: Final = 4096
+_COUNTERS, _NAMES = int(Header.COUNTERS), int(Header.NAMES)  # on 3.10 reading a member of an enum is a call
 
 
 class Ring:
     """The writer's end of one ring: header, names, and the memory that the writer binds."""
 
-    def __init__(
-        self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, run_id: str, link: int | None = None
-    ) -> None:
-        """Format memory of SLOTS_OFFSET bytes and any number of slots. `link`: the memfd that dies with this process."""
+    link: int | None = None
+    """The memfd that dies with this process, if the ring is one."""
+
+    def __init__(self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, run_id: str) -> None:
+        """Format memory of SLOTS_OFFSET bytes and any number of slots."""
         self.pid = pid = os.getpid()
         start = process_start(pid) or 0
         identity = f"{run_id} {os.uname().nodename} {pid} {start} {number}".encode()
@@ -54,10 +56,9 @@ class Ring:
         self.slots = (len(memory) - SLOTS_OFFSET) // RECORD_BYTES
         self.words = memoryview(memory).cast("Q")
         self.live = self.words[LIVE_OFFSET // WORD_BYTES : RECORDED_OFFSET // WORD_BYTES]
-        self._link = link
+        self.columns = [self.words[SLOTS_OFFSET // WORD_BYTES + k :: RECORD_WORDS] for k in range(RECORD_WORDS)]  # word k of each slot
         self._names: dict[tuple[int, str], int] = {}
-        self._name_offset = NAMES_OFFSET
-        self._naming = threading.Lock()
+        self._names_end = NAMES_OFFSET
         created = time.monotonic_ns()
         worker = {"role": role, "index": index, "gpu": gpu, "pid": pid, "created_ns": created}
         self.intern(NameKind.WORKER, json.dumps(worker))
@@ -72,37 +73,49 @@ class Ring:
         ):
             self.words[word] = value
 
-    def intern(self, kind: NameKind, text: str) -> int:
-        """Return the id of a name, publishing it when it is new; OTHER_NAME_ID beyond the caps. Any thread; never raises or blocks."""
-        known = self._names.get((kind, text))
+    def intern(self, kind: int, text: str) -> int:
+        """Return the id of a name, publishing it when it is new; OTHER_NAME_ID beyond the caps. Any thread; never raises or blocks.
+
+        No lock: a signal handler or a destructor may come while one is held. The rule of atomicity of trainer/writer.py holds here
+        from looking for the key to counting the name.
+        """
+        if len(text) > NAME_TEXT_BYTES_MAX:
+            text = text[: _text_bytes_max(kind)]
+        key = (int(kind), text)  # the hash of an enum is a call
+        known = self._names.get(key)
         if known is not None:
             return known
-        if os.getpid() != self.pid or not self._naming.acquire(False):  # another thread, or the code that a signal handler interrupted
-            return self._other()
-        try:
-            name_id = len(self._names)
-            limit = NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE) else DESCRIPTOR_BYTES_MAX
-            data = text.encode("utf-8", "replace")
-            data = data if len(data) <= limit else data[:limit].decode("utf-8", "ignore").encode()
-            end = self._name_offset + 3 + len(data)
-            if name_id >= NAMES_MAX or end > SLOTS_OFFSET:
-                return self._other()
-            self.memory[self._name_offset : end] = len(data).to_bytes(2, "little") + bytes((kind,)) + data
-            self._name_offset = end
-            self._names[kind, text] = name_id
-            self.words[Header.NAMES] = name_id + 1
-            return name_id
-        finally:
-            self._naming.release()
+        if os.getpid() != self.pid:
+            return OTHER_NAME_ID
+        data = text.encode("utf-8", "replace")[: _text_bytes_max(kind)].decode("utf-8", "ignore").encode()
+        entry = len(data).to_bytes(2, "little") + bytes((kind,)) + data
+        size = len(entry)
+        words, names, memory = self.words, self._names, self.memory
+        while True:
+            start = self._names_end
+            place = slice(start, start + size)  # made here: it is tracked by the collector, which may run a destructor
+            if key in names:
+                return names[key]
+            if start + size > SLOTS_OFFSET or words[_NAMES] >= NAMES_MAX:
+                self.count(Counter.DROPPED_NAME)
+                return OTHER_NAME_ID
+            if key not in names and self._names_end == start:
+                memory[place] = entry
+                self._names_end = start + size
+                names[key] = name_id = words[_NAMES]
+                words[_NAMES] = name_id + 1
+                return name_id
 
     def names(self) -> list[tuple[int, str]]:
         """Return every name in the order of the ids."""
         return list(self._names)
 
     def count(self, counter: Counter) -> None:
-        """Add one to a counter. Slow paths only: two threads at once may lose one. Nothing in a forked child: the ring is its parent's."""
+        """Add one to a counter. Any thread. Nothing in a forked child: the ring is its parent's."""
+        words = self.words
+        word = _COUNTERS + counter
         if os.getpid() == self.pid:
-            self.words[Header.COUNTERS + counter] += 1
+            words[word] += 1
 
     def close(self) -> None:
         """Say that no record follows. The agent takes what is left and removes the file. Nothing in a forked child."""
@@ -112,16 +125,18 @@ class Ring:
     @property
     def must_wait_for_reader(self) -> bool:
         """Return whether the ring dies with this process unless a reader has opened it."""
-        return self._link is not None and not self.words[Header.ATTACHED]
+        return self.link is not None and not self.words[Header.ATTACHED]
 
     def __del__(self) -> None:
-        """Close the ring of a worker that nobody holds any more."""
-        if hasattr(self, "words"):
+        """Close the ring of a worker that nobody holds any more. A memfd that no reader has yet stays for it."""
+        if hasattr(self, "columns"):
             self.close()
+            if self.link is not None and (self.words[Header.ATTACHED] or os.getpid() != self.pid):
+                os.close(self.link)
 
-    def _other(self) -> int:
-        self.count(Counter.DROPPED_NAME)
-        return OTHER_NAME_ID
+
+def _text_bytes_max(kind: int) -> int:
+    return NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE) else DESCRIPTOR_BYTES_MAX
 
 
 def create_ring(directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, run_id: str) -> Ring:
@@ -137,11 +152,12 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
     except OSError:
         link = os.memfd_create("otel-dflash-ring", os.MFD_CLOEXEC)
         try:
-            ring = Ring(_map(link, size_bytes), number, role, index, gpu, run_id, link)
+            ring = Ring(_map(link, size_bytes), number, role, index, gpu, run_id)
             path.symlink_to(f"/proc/{os.getpid()}/fd/{link}")
         except OSError:
             os.close(link)
             raise
+        ring.link = link
         return ring
     ring = Ring(memory, number, role, index, gpu, run_id)
     draft.rename(path)  # a reader never sees a half-made ring

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -24,10 +21,20 @@ def agent_command() -> list[str]:
         ConfigError: There is none of these.
     """
     chosen = os.environ.get(AGENT_VARIABLE)
-    if chosen:
-        return [*shlex.split(chosen), "agent"]
-    if sys.executable and _has_agent_packages():
+    if not chosen and sys.executable and _has_agent_packages():
         return [sys.executable, "-m", "otel_dflash", "agent"]
+
+    import shlex  # these here: a process that joins a session starts nothing, and they take 5 ms
+    import shutil
+
+    if chosen:
+        try:
+            command = shlex.split(chosen)
+        except ValueError:  # a quotation without its end
+            command = []
+        if not command or shutil.which(command[0]) is None:
+            raise ConfigError(f"{AGENT_VARIABLE} is no command that can be run: {chosen!r}; name a path such as /opt/venv/bin/otel-dflash")
+        return [*command, "agent"]
     installed = shutil.which("otel-dflash")
     if installed:
         return [installed, "agent"]
@@ -44,18 +51,22 @@ def start_agent(session: Session, environment: dict[str, str]) -> None:
         ConfigError: There is no agent to start.
         OSError: The command cannot be run.
     """
+    import subprocess
+
     command = [*agent_command(), str(session.path)]
     log = session.recording / AGENT_LOG
     with open(log, "ab") as output:
-        subprocess.run(
+        shell = subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,
             start_new_session=True,
-            check=True,
+            check=False,
         )
+    if shell.returncode:
+        raise ConfigError(f"the agent could not be started: /bin/sh gave {shell.returncode}; see {log}")
 
 
 def _has_agent_packages() -> bool:

@@ -6,8 +6,6 @@ import atexit
 import itertools
 import mmap
 import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -20,11 +18,12 @@ from otel_dflash import config
 from otel_dflash.config import ConfigError
 from otel_dflash.records import RECORD_BYTES, SLOTS_OFFSET, Counter, Header
 from otel_dflash.ring import Ring, create_ring
-from otel_dflash.session import Session, create_session, map_control, open_session, register_process, remove_session
+from otel_dflash.session import Session, create_session, map_control, open_session, register_process, remove_directory, remove_session
+from otel_dflash.trainer.contexts import Contexts
 from otel_dflash.trainer.launch import start_agent
-from otel_dflash.trainer.queues import Contexts, describe_queue, hook
-from otel_dflash.trainer.worker import Step, Worker
-from otel_dflash.trainer.writer import Writer, bind
+from otel_dflash.trainer.queues import describe_queue, hook
+from otel_dflash.trainer.worker import Step, Worker, Writer
+from otel_dflash.trainer.writer import bind
 
 Q = TypeVar("Q")
 ATTACH_TIMEOUT_S: Final = 2.0
@@ -44,7 +43,7 @@ class Telemetry:
         self._session = session
         self._current: dict[int, Writer | None] = {}
         self._pending: dict[int, list[Any]] = {}
-        self._writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+        self._writers: weakref.WeakValueDictionary[int, Writer] = weakref.WeakValueDictionary()  # by id
         self._registered_pid = 0
         self._warned = False
         if session is not None:
@@ -111,48 +110,53 @@ class Telemetry:
         """End this process's part of the run; called at exit. Workers record nothing afterwards. May be called twice."""
         if self._session is None:
             return
-        writers = list(self._writers)
+        writers = self._living_writers()
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         for writer in writers:
-            while writer.must_wait() and time.monotonic() < deadline:
+            while writer.ring().must_wait_for_reader and time.monotonic() < deadline:
                 time.sleep(0.01)
         for writer in writers:
             writer.close()
 
     def _bind(self, role: str, index: int, gpu: int | None, step: Step) -> Writer | None:
-        def make_ring() -> Ring | None:
+        def make_ring() -> Ring:
             return self._make_ring(role, index, gpu)
 
         try:
             writer = bind(make_ring, self._control, self._wall_offset_ns, step, self._current, self._pending)
-        except OSError as error:
-            self._warn(f"worker {role} {index} records nothing: no room for its ring ({error.strerror})")
+        except OSError:
             return None
-        self._writers.add(writer)
+        self._writers[id(writer)] = writer
         return writer
 
-    def _make_ring(self, role: str, index: int, gpu: int | None) -> Ring | None:
+    def _make_ring(self, role: str, index: int, gpu: int | None) -> Ring:
         assert self._session
         try:
             self._register()
             ring = create_ring(self._session.path, next(_ring_numbers), self._ring_bytes, role, index, gpu, self._session.run_id)
-            ring.words[Header.RECORD_COST] = self._phase_cost_ps
-            return ring
         except OSError as error:
             self._warn(f"worker {role} {index} records nothing: no room for its ring ({error})")
-            return None
+            raise
+        ring.words[Header.RECORD_COST] = self._phase_cost_ps
+        return ring
 
     def _register(self) -> None:
         assert self._session
         if self._registered_pid != os.getpid():
             self._registered_pid = os.getpid()
             register_process(self._session)
+            multiprocessing_util = sys.modules.get("multiprocessing.util")
+            if multiprocessing_util is not None:  # its forked children leave by os._exit, without atexit
+                multiprocessing_util.Finalize(None, self.close, exitpriority=0)
 
     def _lost(self, counter: Counter) -> None:
         """Count what belongs to no worker at the one of this thread, else at any."""
-        writer = self._current.get(get_ident()) or next(iter(self._writers), None)
+        writer = self._current.get(get_ident()) or next(iter(self._living_writers()), None)
         if writer is not None:
-            writer.count(counter)
+            writer.ring().count(counter)
+
+    def _living_writers(self) -> list[Writer]:
+        return [writer for reference in self._writers.valuerefs() if (writer := reference()) is not None]
 
     def _warn(self, text: str) -> None:
         if not self._warned:
@@ -163,7 +167,7 @@ class Telemetry:
         """In a forked child: the rings are the parent's. A worker gets one of its own when the child uses it."""
         self._current.clear()
         self._pending.clear()
-        for writer in self._writers:
+        for writer in self._living_writers():
             writer.orphan()
 
 
@@ -181,22 +185,23 @@ def start(run_id: str | None = None) -> Telemetry:
         ConfigError: `run_id` cannot be one, or a setting cannot work.
     """
     global _started
-    if config.is_disabled():
-        return Telemetry()
     if run_id is not None:
         config.run_id(run_id)
-    config.ring_bytes()
     with _starting:
-        if _started is not None:
-            return _started
-        try:
-            telemetry = Telemetry(_join_or_create(run_id))
-        except (ConfigError, OSError, subprocess.SubprocessError) as error:
-            print(f"otel_dflash: telemetry is off: {error}; training goes on", file=sys.stderr)
-            return Telemetry()
-        atexit.register(telemetry.close)
-        os.register_at_fork(after_in_child=telemetry._after_fork)
-        _started = telemetry
+        if _started is None:
+            _started = Telemetry() if config.is_disabled() else _open(run_id)
+        return _started
+
+
+def _open(run_id: str | None) -> Telemetry:
+    config.ring_bytes()
+    try:
+        telemetry = Telemetry(_join_or_create(run_id))
+    except (ConfigError, OSError) as error:
+        print(f"otel_dflash: telemetry is off: {error}; training goes on", file=sys.stderr)
+        return Telemetry()
+    atexit.register(telemetry.close)
+    os.register_at_fork(after_in_child=telemetry._after_fork)
     return telemetry
 
 
@@ -210,7 +215,7 @@ def _join_or_create(run_id: str | None) -> Session:
         start_agent(session, dict(os.environ))
     except BaseException:
         remove_session(session)
-        shutil.rmtree(session.recording, ignore_errors=True)
+        remove_directory(session.recording)
         raise
     os.environ[config.SESSION_VARIABLE] = str(session.path)  # for the processes this one starts
     return session

@@ -10,7 +10,10 @@ from otel_dflash.config import ConfigError
 from otel_dflash.records import State
 
 if TYPE_CHECKING:
-    from otel_dflash.trainer.writer import Writer
+    from otel_dflash.ring import Ring
+
+Enter = Callable[[], Any]
+Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
 
 USUAL_PHASES: Final = {
     "queue_get": State.STARVED,
@@ -25,6 +28,24 @@ USUAL_PHASES: Final = {
     "d2h": State.BUSY,
 }
 STATES: Final = {state.name.lower(): state for state in State if state is not State.OTHER}
+
+
+class Writer:
+    """What a worker calls to record: closures over its ring, made by writer.py."""
+
+    make_phase: Callable[[str, str], tuple[Enter, Exit]]
+    step_enter: Enter
+    step_exit: Exit
+    set_values: Callable[..., None]
+    produced: Callable[[], int]
+    consumed: Callable[[int], None]
+    received: Callable[[str, int, int, str | None], None]
+    resume: Callable[[int], None]
+    close: Callable[[], None]
+    orphan: Callable[[], None]
+    step_id: Callable[[], int]
+    bucket: Callable[[], str | int | None]
+    ring: Callable[[], Ring]
 
 
 class Phase:
@@ -150,15 +171,16 @@ class Worker:
         Raises:
             ConfigError: The name cannot be one, the state is unknown, or the phase exists with another state.
         """
-        known = self._phases.get(name)
+        known = self._phases.get(name) if isinstance(name, str) else None
         if known is not None:
             if state is not None and state != known[0]:
-                raise ConfigError(f"phase {name!r} of {self.role} {self.index} has state {known[0]!r}; it cannot become {state!r}")
+                kept = f"phase {name!r} of {self.role} {self.index} has state {known[0]!r}"
+                raise ConfigError(f"{kept}; it cannot become {state!r}: use another name")
             return known[1]
         if not isinstance(name, str) or not name.replace("_", "").replace(".", "").isalnum() or len(name) > 64:
             raise ConfigError(f"a phase name is 1 to 64 letters, digits, '_' or '.', got {name!r}; try 'pack_hidden'")
         state = state or USUAL_PHASES.get(name, State.BUSY).name.lower()
-        if state not in STATES:
+        if not isinstance(state, str) or state not in STATES:
             raise ConfigError(f"a phase's state is one of {', '.join(STATES)}, got {state!r}")
         phase = Phase()
         if self._writer is not None:

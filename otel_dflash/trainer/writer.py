@@ -15,8 +15,7 @@ from __future__ import annotations
 from _thread import get_ident
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
-from threading import current_thread
+from threading import Thread, current_thread
 from time import monotonic_ns as clock
 from types import TracebackType
 from typing import Any, Final
@@ -29,12 +28,9 @@ from otel_dflash.records import (
     LAP_SHIFT,
     NAME_SHIFT,
     NAMES_MAX,
+    NUMBER_MAX,
     NUMBER_SHIFT,
-    OTHER_NAME_ID,
-    RECORD_WORDS,
-    SLOTS_OFFSET,
     UNSET,
-    WORD_BYTES,
     WORD_MASK,
     Counter,
     Header,
@@ -44,45 +40,22 @@ from otel_dflash.records import (
 )
 from otel_dflash.ring import Ring
 from otel_dflash.session import DETAIL_OFF, DETAIL_PHASES
-from otel_dflash.trainer.values import describe_thread, encode, error_type, is_context, is_natural, type_name
-
-Enter = Callable[[], Any]
-Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
+from otel_dflash.trainer.values import CONTEXT_MAX, NATURAL_MAX, describe_thread, encode, error_id, natural, refuse
+from otel_dflash.trainer.worker import Enter, Exit, Writer
 
 LAP: Final = 1 << LAP_SHIFT
 LAST_LAP: Final = LAP_MASK << LAP_SHIFT
-NUMBER_MASK: Final = (1 << 48) - 1
 
-_COUNTERS: Final = int(Header.COUNTERS)
 _STEPS, _TOKENS, _PUTS, _GETS, _FULL = (
-    _COUNTERS + c for c in (Counter.STEPS, Counter.TOKENS, Counter.PUTS, Counter.GETS, Counter.DROPPED_RING_FULL)
+    Header.COUNTERS + c for c in (Counter.STEPS, Counter.TOKENS, Counter.PUTS, Counter.GETS, Counter.DROPPED_RING_FULL)
 )
 _STEP_ID, _STEP_START, _TAIL = int(Header.STEP_ID), int(Header.STEP_START), int(Header.TAIL)
+_TEXT = int(NameKind.TEXT)
 _PHASE, _STEP, _ATTRIBUTE, _CONSUMED, _RESUMED = (kind << KIND_SHIFT for kind in Kind)
 
 
-@dataclass(eq=False)
-class Writer:
-    """The closures of one worker."""
-
-    make_phase: Callable[[str, str], tuple[Enter, Exit]]
-    step_enter: Enter
-    step_exit: Exit
-    set_values: Callable[..., None]
-    produced: Callable[[], int]
-    consumed: Callable[[int], None]
-    received: Callable[[str, int, int, str | None], None]
-    resume: Callable[[int], None]
-    step_id: Callable[[], int]
-    bucket: Callable[[], str | int | None]
-    count: Callable[[Counter], None]
-    must_wait: Callable[[], bool]
-    close: Callable[[], None]
-    orphan: Callable[[], None]
-
-
 def bind(
-    make_ring: Callable[[], Ring | None],
+    make_ring: Callable[[], Ring],
     control: memoryview,
     wall_offset_ns: int,
     step: Any,
@@ -92,7 +65,7 @@ def bind(
     """Make the closures of one worker over a ring of its own.
 
     Args:
-        make_ring: Creates a ring for this process, None when it cannot; called here, and again in a child after a fork.
+        make_ring: Creates a ring for this process; called here, and again in a child after a fork.
         control: The session's control words; word 0 is the capture detail.
         wall_offset_ns: Anchored wall time minus monotonic time.
         step: What entering a step returns.
@@ -100,41 +73,70 @@ def bind(
         pending: Thread -> (Contexts, time, entry) after each other, received outside a step.
 
     Raises:
-        OSError: The first ring cannot be had.
+        OSError: `make_ring` cannot make the first ring.
     """
-    first = make_ring()
-    if first is None:
-        raise OSError("no room for a ring")
-    ring: Ring = first
-    scratch = memoryview(array("Q", bytes(NAMES_MAX * WORD_BYTES)))  # where words go that no reader sees
-    capacity = i = limit = base = lap = 0
+    ring = make_ring()
+    writer = Writer()
+    scratch = memoryview(array("Q", [0]) * NAMES_MAX)  # where words go that no reader sees
     header = live = w0 = w1 = w2 = w3 = w4 = w5 = w6 = w7 = scratch
+    capacity = limit = i = base = lap = 0
     full = puts = gets = steps = total_tokens = 0
 
     owner = 0  # thread whose phases are captured now; 0: none, look closer
     step_owner = 0  # thread that is inside the step; 0: no step is open
+    muted = 0  # thread inside a step that began with capture off
     orphaned = closed = False
-    step_id = step_t0 = root = origin = resuming = 0
+    step_id = root = origin = resuming = 0
+    boundary = 0  # start of the open step, else the end of the last: a phase that was open before and is entered now is stale
     step_tokens = step_loss_tokens = UNSET
     step_bucket = step_number = thread_name = 0
     bucket_value: str | int | None = None
-    thread: Any = None
+    thread: Thread = current_thread()  # whose step it is
+    named: Thread | None = None  # whose name thread_name is
     outer: Writer | None = None
-    loose_owner = loose_depth = 0  # phases outside a step
 
     def attach(new: Ring) -> None:
+        """Write into a ring from here on. No call: nobody sees half of it."""
         nonlocal ring, header, live, w0, w1, w2, w3, w4, w5, w6, w7
-        nonlocal capacity, i, limit, base, lap, step_id, full, puts, gets, steps, total_tokens, orphaned, thread
+        nonlocal capacity, limit, i, base, lap, step_id, full, puts, gets, steps, total_tokens, orphaned, named
         ring = new
-        start = SLOTS_OFFSET // WORD_BYTES
-        header, live = ring.words, ring.live
-        w0, w1, w2, w3, w4, w5, w6, w7 = (ring.words[start + k :: RECORD_WORDS] for k in range(RECORD_WORDS))
-        limit = capacity = ring.slots
+        header = new.words
+        live = new.live
+        w0, w1, w2, w3, w4, w5, w6, w7 = new.columns
+        capacity = limit = new.slots
         i = base = full = puts = gets = steps = total_tokens = 0
         lap = LAP
-        step_id = ring.id
-        thread = None
+        step_id = new.id
+        named = None
         orphaned = False
+
+    def orphan() -> None:
+        """Let go of the ring at once: it is the parent's of this forked process, or it is closed."""
+        nonlocal header, live, w0, w1, w2, w3, w4, w5, w6, w7, capacity, limit, i, base, owner, step_owner, muted, orphaned
+        header = live = w0 = w1 = w2 = w3 = w4 = w5 = w6 = w7 = scratch
+        capacity = limit = NAMES_MAX
+        i = base = owner = step_owner = muted = 0
+        orphaned = True
+
+    def revive() -> bool:
+        """After a fork: give this process a ring of its own, with the same names under the same ids. Tried once."""
+        nonlocal closed
+        if not closed:
+            try:
+                new = make_ring()
+            except OSError:
+                closed = True
+            else:
+                for kind, text in ring.names()[2:]:
+                    new.intern(kind, text)
+                attach(new)
+        return not closed
+
+    def close() -> None:
+        nonlocal closed
+        closed = True
+        orphan()  # no record follows the word that says so
+        ring.close()
 
     def slow() -> bool:
         """Make room at the index; True: there is none, the record is dropped and counted. No call, no loop, no branch while torn."""
@@ -171,48 +173,12 @@ def bind(
             if slow():
                 return
 
-    def error_id(kind: type[BaseException]) -> int:
-        """Return the name id of an error, 0 for an outcome that is no error."""
-        try:
-            text = error_type(kind)
-            return 0 if text is None else ring.intern(NameKind.TEXT, text)
-        except Exception:  # noqa: BLE001  a metaclass of the user's may raise anything; counted as a name beyond the table
-            ring.count(Counter.DROPPED_NAME)
-            return OTHER_NAME_ID
-
-    def revive() -> bool:
-        """After a fork: give this process a ring of its own, with the same names under the same ids."""
-        if closed:
-            return False
-        new = make_ring()
-        if new is None:
-            return False
-        for kind, text in ring.names()[2:]:
-            new.intern(NameKind(kind), text)
-        attach(new)
-        return True
-
-    def orphan() -> None:
-        """Let go of the ring: it belongs to the parent of this forked process, or it is closed."""
-        nonlocal header, live, owner, step_owner, loose_owner, loose_depth, orphaned
-        header = live = scratch
-        owner = step_owner = loose_owner = loose_depth = 0
-        orphaned = True
-
-    def close() -> None:
-        nonlocal closed
-        if not closed:
-            closed = True
-            if not orphaned:
-                ring.close()
-            orphan()
-
     def make_phase(name: str, state: str) -> tuple[Enter, Exit]:
         if orphaned:
             revive()
         k = ring.intern(NameKind.PHASE, f"{state} {name}")
         word = _PHASE + (k << NAME_SHIFT)
-        t0 = 0
+        t0 = loose_owner = 0  # its start; thread that entered it outside a step
         enclosing: list[int] = []  # starts of the same phase around this one
 
         def phase_enter() -> None:
@@ -243,80 +209,76 @@ def bind(
 
         def odd_enter() -> None:
             """Sort out what the common case is not: outside a step, another thread, capture off, left open, entered twice."""
-            nonlocal t0, loose_owner, loose_depth
+            nonlocal t0, loose_owner
             me = get_ident()
             if step_owner:
-                if me != step_owner:
-                    ring.count(Counter.DROPPED_WRONG_THREAD)
-                    return
+                if step_owner != me:
+                    return ring.count(Counter.DROPPED_WRONG_THREAD)
                 if owner != me:
-                    return
-                if t0 and t0 < step_t0:
-                    ring.count(Counter.DROPPED_STALE)
-                    enclosing.clear()
-                elif t0:
-                    enclosing.append(t0)
-            else:
-                if orphaned and not revive():
-                    return
-                if control[0] != DETAIL_PHASES:
-                    return
-                if loose_depth and loose_owner != me:
-                    ring.count(Counter.DROPPED_WRONG_THREAD)
-                    return
-                if t0 and not loose_depth:
-                    ring.count(Counter.DROPPED_STALE)
-                    enclosing.clear()
-                elif t0:
-                    enclosing.append(t0)
-                loose_owner = me
-                loose_depth += 1
+                    return None
+            elif (orphaned and not revive()) or muted == me or control[0] != DETAIL_PHASES:
+                return None
+            if t0 and t0 < boundary:
+                ring.count(Counter.DROPPED_STALE)
+                enclosing.clear()
+            elif t0 and not step_owner and loose_owner != me:
+                return ring.count(Counter.DROPPED_WRONG_THREAD)
+            elif t0:
+                enclosing.append(t0)
+            loose_owner = me
             t0 = live[k] = clock()
+            return None
 
         def odd_exit(t1: int, kind: type[BaseException] | None) -> None:
-            nonlocal t0, loose_depth
-            me = get_ident()
-            if not t0 or (step_owner and owner != me) or (not step_owner and loose_owner != me):
-                return
-            if not step_owner:
-                loose_depth -= 1
-            start = t0
-            t0 = enclosing.pop() if enclosing else 0
-            put(word + (error_id(kind) if kind is not None else 0), start, t1, step_id if step_owner else ring.id)
+            nonlocal t0
+            if t0 and (owner if step_owner else loose_owner) == get_ident():
+                start = t0
+                t0 = enclosing.pop() if enclosing else 0
+                put(word + error_id(ring, kind), start, t1, step_id if step_owner else ring.id)
 
         return phase_enter, phase_exit
 
     def step_enter() -> Any:
-        nonlocal step_id, step_t0, step_owner, owner, outer, root, origin, resuming
+        nonlocal step_id, boundary, step_owner, owner, muted, outer, root, origin, resuming, thread, named, thread_name
         nonlocal step_tokens, step_loss_tokens, step_bucket, step_number, bucket_value
         me = get_ident()
-        if (step_owner or orphaned) and not ready(me):
-            return step
+        who = current_thread()
+        before = current.get(me)
         detail = control[0]
+        t0 = clock()
+        while True:
+            if not step_owner and not orphaned:  # neither call nor jump from here to the claim: of two threads at once, one is late
+                step_owner = me
+                thread = who
+                break
+            if not ready(me):
+                return step
         if detail == DETAIL_OFF:
+            step_owner = 0
+            muted = me
             resuming = 0
             return step
-        who = current_thread()
-        if who is not thread:
-            learn(who)
-        outer = current.get(me)
-        t0 = clock()
         step_id = step_id + 1
         header[_STEP_START] = t0
         header[_STEP_ID] = step_id
-        step_t0 = t0
-        root = 0
-        origin = step_id
-        step_tokens = step_loss_tokens = UNSET
-        step_bucket = step_number = 0
-        bucket_value = None
-        step_owner = me
+        boundary = t0
         owner = me if detail == DETAIL_PHASES else 0
+        origin = step_id
+        root = step_bucket = step_number = muted = 0
+        step_tokens = step_loss_tokens = UNSET
+        bucket_value = None
+        if before is not writer:  # else the step before was left open
+            outer = before
         current[me] = writer
+        if who is not named:
+            thread_name = ring.intern(NameKind.THREAD, describe_thread(who)) << NAME_SHIFT
+            named = who
         if resuming:
             take_over(t0)
         if pending:
-            collect(me)
+            waiting = iter(pending.pop(me, ()))
+            for contexts, t, entry in zip(waiting, waiting, waiting, strict=True):
+                contexts.deliver_to(writer, t, entry)
         return step
 
     def ready(me: int) -> bool:
@@ -324,98 +286,84 @@ def bind(
         nonlocal step_owner, owner
         if orphaned:
             return revive()
-        if step_owner != me and thread.is_alive():
+        whose = thread
+        if step_owner != me and whose.is_alive():
             ring.count(Counter.DROPPED_WRONG_THREAD)
             return False
-        ring.count(Counter.DROPPED_STALE)  # the step before was left open by an interrupt: the agent cuts it off
-        owner = step_owner = 0
+        if step_owner and thread is whose:  # left open by an interrupt, and nobody else's by now: the agent cuts it off
+            owner = step_owner = 0
+            ring.count(Counter.DROPPED_STALE)
         return True
 
-    def learn(who: Any) -> None:
-        nonlocal thread, thread_name
-        thread = who
-        thread_name = ring.intern(NameKind.THREAD, describe_thread(who)) << NAME_SHIFT
-
     def step_exit(kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        nonlocal i, step_owner, owner, steps, total_tokens
+        nonlocal boundary, step_owner, owner, muted, steps, total_tokens
         me = get_ident()
-        if step_owner != me:
-            return  # another thread's, or capture was off when it began
-        word = _STEP + thread_name
-        if kind is not None:
-            word += error_id(kind)
+        if step_owner != me:  # another thread's, or capture was off when it began
+            if muted == me:
+                muted = 0
+            return
+        word = _STEP + thread_name + error_id(ring, kind)
         labels = step_bucket + (step_number << NUMBER_SHIFT)
-        put(word, step_t0, clock(), step_id, step_tokens, step_loss_tokens, labels, 0 if root == origin else root)
+        t1 = clock()
+        put(word, boundary, t1, step_id, step_tokens, step_loss_tokens, labels, 0 if root == origin else root)
         owner = step_owner = 0
+        boundary = t1
         current[me] = outer
         steps = steps + 1
         header[_STEPS] = steps
         if step_tokens != UNSET:
-            total_tokens = total_tokens + step_tokens
+            total_tokens = total_tokens + step_tokens & WORD_MASK
             header[_TOKENS] = total_tokens
 
-    def set_values(tokens: Any = None, loss_tokens: Any = None, bucket: Any = None, step: Any = None, **others: Any) -> None:
+    def set_values(*, tokens: Any = None, loss_tokens: Any = None, bucket: Any = None, step: Any = None, **others: Any) -> None:
         nonlocal step_tokens, step_loss_tokens, step_bucket, step_number, bucket_value
         if step_owner != get_ident():
             if step_owner:
                 ring.count(Counter.DROPPED_WRONG_THREAD)
             return
         if tokens is not None:
-            step_tokens = natural("tokens", tokens, UNSET)
+            step_tokens = natural(ring, "tokens", tokens, NATURAL_MAX, step_tokens)
         if loss_tokens is not None:
-            step_loss_tokens = natural("loss_tokens", loss_tokens, UNSET)
+            step_loss_tokens = natural(ring, "loss_tokens", loss_tokens, NATURAL_MAX, step_loss_tokens)
         if step is not None:
-            step_number = natural("step", step, -1) + 1 & NUMBER_MASK
+            step_number = natural(ring, "step", step, NUMBER_MAX, step_number - 1) + 1
         if bucket is not None:
-            if type(bucket) is str or type(bucket) is int:
+            if type(bucket) is str or (type(bucket) is int and encode(bucket)):
                 bucket_value = bucket
-                step_bucket = ring.intern(NameKind.TEXT, f"{bucket}")
+                step_bucket = ring.intern(_TEXT, f"{bucket}")
             else:
-                refuse("bucket", bucket)
+                refuse(ring, "bucket", bucket)
         for key, value in others.items():
-            word = (ValueType.TEXT, ring.intern(NameKind.TEXT, value)) if type(value) is str else encode(value)
+            word = (ValueType.TEXT, ring.intern(_TEXT, value)) if type(value) is str else encode(value)
             if word is None:
-                refuse(key, value)
+                refuse(ring, key, value)
             else:
-                put(_ATTRIBUTE + (ring.intern(NameKind.TEXT, key) << NAME_SHIFT), clock(), word[0], step_id, word[1])
-
-    def natural(key: str, value: Any, refused: int) -> int:
-        """Return a count that fits its word, `refused` for what is none (a tensor is not read, a numpy scalar neither)."""
-        if is_natural(value):
-            return value  # type: ignore[no-any-return]
-        refuse(key, value)
-        return refused
-
-    def refuse(key: str, value: Any) -> None:
-        """Count a value that must not be read, and let the agent say which."""
-        ring.count(Counter.DROPPED_VALUE)
-        ring.intern(NameKind.REFUSED, f"{key} {type_name(type(value))}")
+                put(_ATTRIBUTE + (ring.intern(_TEXT, key) << NAME_SHIFT), clock(), word[0], step_id, word[1])
 
     def produced() -> int:
         nonlocal root, puts
-        if step_owner != get_ident():
-            if step_owner == 0 and not orphaned:
+        me = get_ident()
+        if step_owner != me:
+            if not step_owner and not orphaned and muted != me:
                 ring.count(Counter.OUTSIDE_STEP)
             return 0
         t = clock() + wall_offset_ns
-        if root == 0:
-            root = origin
+        root = root or origin
         puts = puts + 1
         header[_PUTS] = puts
         return root << CONTEXT_ROOT_SHIFT | origin << CONTEXT_STEP_SHIFT | t
 
     def consumed(context: int) -> None:
-        if step_owner != get_ident():
-            return
-        if not is_context(context):
-            refuse("context", context)
-        elif context:  # 0 is what produced() returns while nothing is captured
-            take(0, 0, clock(), context)
+        if step_owner == get_ident():
+            context = natural(ring, "context", context, CONTEXT_MAX, 0)
+            if context:  # 0 is what produced() returns while nothing is captured
+                take(0, 0, clock(), context)
 
     def received(queue_text: str, t: int, context: int, bucket_text: str | None) -> None:
         """Take an item's context off a wrapped queue; the thread is inside this worker's step."""
-        of = ring.intern(NameKind.TEXT, bucket_text) if bucket_text is not None else 0
-        take(ring.intern(NameKind.QUEUE, queue_text), of, t, context)
+        if step_owner == get_ident():
+            of = ring.intern(_TEXT, bucket_text) if bucket_text is not None else 0
+            take(ring.intern(NameKind.QUEUE, queue_text), of, t, context)
 
     def take(queue_id: int, of_bucket: int, t: int, context: int) -> None:
         nonlocal root, gets
@@ -431,7 +379,7 @@ def bind(
 
     def resume(context: int) -> None:
         nonlocal resuming
-        resuming = context if is_context(context) else 0  # 0: an ordinary step
+        resuming = natural(ring, "context", context, CONTEXT_MAX, 0)
 
     def take_over(t: int) -> None:
         nonlocal resuming, root, origin
@@ -443,26 +391,10 @@ def bind(
             origin = source
             put(_RESUMED, t, context & WORD_MASK, step_id, root, origin)
 
-    def collect(me: int) -> None:
-        waiting = iter(pending.pop(me, ()))
-        for contexts, t, entry in zip(waiting, waiting, waiting, strict=True):
-            contexts.deliver_to(writer, t, entry)
-
     attach(ring)
-    writer = Writer(
-        make_phase,
-        step_enter,
-        step_exit,
-        set_values,
-        produced,
-        consumed,
-        received,
-        resume,
-        lambda: step_id if step_owner else 0,
-        lambda: bucket_value,
-        lambda counter: ring.count(counter),
-        lambda: ring.must_wait_for_reader,
-        close,
-        orphan,
-    )
+    for closure in (make_phase, step_enter, step_exit, set_values, produced, consumed, received, resume, close, orphan):
+        setattr(writer, closure.__name__, closure)
+    writer.step_id = lambda: step_id if step_owner else 0
+    writer.bucket = lambda: bucket_value
+    writer.ring = lambda: ring
     return writer
