@@ -13,15 +13,13 @@ Standard library only; every process may use it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
-import shutil
-import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from otel_dflash import config
 from otel_dflash.config import ConfigError
@@ -30,14 +28,14 @@ SESSION_FILE: Final = "session.json"
 CONTROL_FILE: Final = "control"
 LOCK_FILE: Final = "agent.lock"
 CONTROL_BYTES: Final = 4096
+ABANDONED_AGE_S: Final = 60.0
 
 DETAIL_PHASES: Final = 0  # capture everything: what a fresh page of zeros says
 DETAIL_STEPS: Final = 1
 DETAIL_OFF: Final = 2
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """A session as its session.json says."""
 
     path: Path
@@ -77,9 +75,14 @@ def create_session(run_id: str | None = None, directory: Path | None = None) -> 
     except OSError as error:
         reason = error.strerror
         raise ConfigError(f"cannot create the recording {recording}: {reason}; set OTEL_DFLASH_DIR to a writable directory") from None
-    path = _session_directory(f"{run_id}-{suffix}")
+    try:
+        path = _session_directory(f"{run_id}-{suffix}")
+    except ConfigError:
+        recording.rmdir()
+        raise
     session = Session(path, run_id, recording, *_anchor())
-    (path / SESSION_FILE).write_text(json.dumps({**asdict(session), "path": str(path), "recording": str(recording)}))
+    fields = {**session._asdict(), "path": str(path), "recording": str(recording)}
+    _write_private(path / SESSION_FILE, json.dumps(fields).encode())
     return session
 
 
@@ -108,8 +111,8 @@ def living_processes(session: Session) -> list[int]:
     """Return the pids of registered processes that live."""
     alive = []
     for path in session.path.glob("process-*"):
-        _, pid, start = path.name.split("-")
-        if process_start(int(pid)) == int(start):
+        pid, _, start = path.name.removeprefix("process-").partition("-")
+        if pid.isdecimal() and start.isdecimal() and process_start(int(pid)) == int(start):
             alive.append(int(pid))
     return alive
 
@@ -124,9 +127,43 @@ def map_control(session: Session) -> memoryview:
     return memoryview(page).cast("Q")
 
 
+def abandoned_sessions() -> list[Session]:
+    """Return this user's sessions that no process writes to any more and that no agent ended: it was killed with the trainer.
+
+    One that is younger than a minute may still be about to begin.
+    """
+    found = []
+    for path in (path for base in _bases() for path in base.glob("*/")):
+        try:
+            session = open_session(path)
+            is_old = time.time() - (path / SESSION_FILE).stat().st_mtime > ABANDONED_AGE_S
+            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (ConfigError, OSError):
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_old and not living_processes(session):
+                found.append(session)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+    return found
+
+
 def remove_session(session: Session) -> None:
-    """Remove the directory of a session that ended."""
-    shutil.rmtree(session.path, ignore_errors=True)
+    """Remove the directory of a session that ended; session.json last, so that what is cut short can be done again."""
+    for path in session.path.glob("*"):
+        if path.name != SESSION_FILE:
+            remove_directory(path) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_directory(session.path)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory and what is in it, as far as that is possible."""
+    import shutil  # here: a trainer that joins a session removes nothing, and loading it takes milliseconds
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _anchor() -> tuple[int, int]:
@@ -142,17 +179,26 @@ def _anchor() -> tuple[int, int]:
     return best[1], best[2]
 
 
+def _bases() -> list[Path]:
+    """Return where this user's session directories may lie, the best first."""
+    chosen = os.environ.get(config.SHM_VARIABLE)
+    places = [chosen] if chosen else ["/dev/shm", os.environ.get("TMPDIR") or "/tmp"]  # elsewhere than in a tmpfs rings are memfds
+    return [Path(place) / f"otel-dflash-{os.getuid()}" for place in places]
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+
+
 def _session_directory(name: str) -> Path:
     """Create a private directory in the first place that has room for it.
 
     Raises:
         ConfigError: No place has.
     """
-    chosen = os.environ.get(config.SHM_VARIABLE)
-    places = [chosen] if chosen else ["/dev/shm", tempfile.gettempdir()]  # elsewhere than in a tmpfs rings are memfds
     reasons = []
-    for place in places:
-        base = Path(place) / f"otel-dflash-{os.getuid()}"
+    for base in _bases():
         path = base / name
         try:
             base.mkdir(mode=0o700, exist_ok=True)
@@ -160,10 +206,10 @@ def _session_directory(name: str) -> Path:
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise PermissionError(None, "belongs to another user or is open to others")
             path.mkdir(mode=0o700)
-            (path / CONTROL_FILE).write_bytes(bytes(CONTROL_BYTES))
+            _write_private(path / CONTROL_FILE, bytes(CONTROL_BYTES))
         except OSError as error:
             reasons.append(f"{base}: {error.strerror}")
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
             continue
         return path
     raise ConfigError(f"no session directory ({'; '.join(reasons)}); set {config.SHM_VARIABLE} to a tmpfs that you can write")

@@ -166,8 +166,10 @@ def runs_command(directory: Path | None) -> int:
     """List the recordings, the newest first."""
     from rich.console import Console
 
+    from otel_dflash.cli import leftovers
     from otel_dflash.views import runs
 
+    leftovers.finish(wait=True)
     base = directory.absolute() if directory else config.recordings_directory()
     runs.render(runs.list_runs(base), Console())
     return EXIT_OK
@@ -189,8 +191,10 @@ def summary_command(run: str, directory: Path | None) -> int:
     """
     from rich.console import Console
 
+    from otel_dflash.cli import leftovers
     from otel_dflash.views import summary
 
+    leftovers.finish(wait=True)
     summary.render(summary.summarise(find_recording(run, directory)), Console())
     return EXIT_OK
 
@@ -280,8 +284,10 @@ def find_recording(run: str, directory: Path | None) -> Path:
 
 
 def _supervise(options: RunOptions) -> int:
+    from otel_dflash.cli import leftovers
     from otel_dflash.cli.supervise import run
 
+    leftovers.finish(wait=False)
     return run(options)
 
 

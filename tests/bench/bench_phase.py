@@ -10,12 +10,14 @@ import queue
 import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic_ns, perf_counter_ns
 
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import Tracer
 from timing import machine, per_call_ns, table
 
 from otel_dflash import Telemetry, Worker
@@ -23,6 +25,7 @@ from otel_dflash.agent.drain import RingReader
 from otel_dflash.session import DETAIL_OFF, DETAIL_PHASES, Session, create_session, map_control, remove_session
 
 PHASES = 4000  # a burst; its records fit the ring
+PHASES_PER_THREAD = 14000  # longer, so that starting the threads does not count
 SPANS = 400
 THREADS = 8
 
@@ -59,21 +62,21 @@ def empty() -> int:
     return PHASES
 
 
-def clock_reads() -> int:
-    for _ in range(PHASES):
+def clock_reads(count: int = PHASES) -> int:
+    for _ in range(count):
         monotonic_ns()
         monotonic_ns()
-    return PHASES
+    return count
 
 
-def phases(worker: Worker) -> int:
+def phases(worker: Worker, count: int = PHASES) -> int:
     """Phases inside a step, as in a trainer."""
     with worker.step():
         phase = worker.forward
-        for _ in range(PHASES):
+        for _ in range(count):
             with phase:
                 pass
-    return PHASES
+    return count
 
 
 def steps(worker: Worker) -> int:
@@ -100,47 +103,42 @@ def handovers(worker: Worker, items: queue.Queue[object]) -> int:
     return PHASES
 
 
-def in_threads(burst: Callable[[Worker], int], workers: list[Worker]) -> int:
-    """The same burst in all threads at once; wall time over all calls: with one GIL, equal to one thread's if nothing is lost."""
-    threads = [threading.Thread(target=burst, args=(worker,)) for worker in workers]
+def in_threads(bursts: list[Callable[[], int]]) -> int:
+    """Bursts in as many threads at once; wall time over all calls: with one GIL, equal to one thread's if nothing is lost."""
+    calls: list[int] = []
+    threads = [threading.Thread(target=lambda burst=burst: calls.append(burst())) for burst in bursts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return PHASES * len(workers)
+    return sum(calls)
 
 
-def sdk_spans(tracer: object, count: int = SPANS) -> int:
-    with tracer.start_as_current_span("target.step"):  # type: ignore[attr-defined]
+def sdk_spans(tracer: Tracer, count: int = SPANS) -> int:
+    with tracer.start_as_current_span("target.step"):
         for _ in range(count):
-            with tracer.start_as_current_span("target.model_forward"):  # type: ignore[attr-defined]
+            with tracer.start_as_current_span("target.model_forward"):
                 pass
     return count
 
 
-def sdk_in_threads(tracer: object) -> int:
-    threads = [threading.Thread(target=sdk_spans, args=(tracer,)) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return SPANS * THREADS
-
-
-def kept(worker: Worker, drain: Callable[[], int]) -> tuple[float, float]:
-    """Return bytes and GC-tracked objects that a phase leaves behind."""
+def kept(worker: Worker) -> tuple[float, float]:
+    """Return bytes and GC-tracked objects that a phase leaves behind: what 4 000 leave more than 1 000."""
     gc.collect()
     gc.disable()
     tracemalloc.start()
-    phases(worker)  # from here on the ints that are replaced are traced too
-    drain()
-    objects, size = len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
-    phases(worker)
-    size, objects = tracemalloc.get_traced_memory()[0] - size, len(gc.get_objects()) - objects
+    left: list[tuple[int, int]] = []
+    with worker.step():
+        phase = worker.forward
+        for count in (1000, 1000, 4000):
+            for _ in range(count):
+                with phase:
+                    pass
+            left.append((tracemalloc.get_traced_memory()[0], len(gc.get_objects())))
     tracemalloc.stop()
     gc.enable()
-    drain()
-    return size / PHASES, objects / PHASES
+    (size_0, objects_0), (size_1, objects_1), (size_2, objects_2) = left
+    return (size_2 - 2 * size_1 + size_0) / 3000, (objects_2 - 2 * objects_1 + objects_0) / 3000
 
 
 def main() -> None:
@@ -178,26 +176,27 @@ def measure(recorder: Recorder) -> None:
         "step with three attributes": lambda: steps_with_values(one),
         "queue.Queue put and get": lambda: handovers(one, plain),
         "queue.Queue put and get, wrapped": lambda: handovers(one, wrapped),
-        f"phase, {THREADS} threads": lambda: in_threads(phases, many),
+        f"two clock reads, {THREADS} threads": lambda: in_threads([partial(clock_reads, PHASES_PER_THREAD)] * THREADS),
+        f"phase, {THREADS} threads": lambda: in_threads([partial(phases, worker, PHASES_PER_THREAD) for worker in many]),
         "SDK start_as_current_span": lambda: sdk_spans(tracer),
-        f"SDK start_as_current_span, {THREADS} threads": lambda: sdk_in_threads(tracer),
-        "Telemetry() without start": lambda: phases(Telemetry().worker("target", 0)),
+        f"SDK start_as_current_span, {THREADS} threads": lambda: in_threads([partial(sdk_spans, tracer)] * THREADS),
+        "phase, Telemetry() without start": lambda: phases(Telemetry().worker("target", 0)),
     }
     samples = per_call_ns(variants, before=recorder.drain)
     loop = median(samples["empty loop"])
     net = {name: [value - loop for value in values] for name, values in samples.items() if name != "empty loop"}
     print(machine())
-    table("Hot path, loop subtracted", net, "two clock reads", {"phase": "<= 8", f"phase, {THREADS} threads": "<= 8"})
-    for threads, phase, span in (
-        ("1 thread", "phase", "SDK start_as_current_span"),
-        (f"{THREADS} threads", f"phase, {THREADS} threads", f"SDK start_as_current_span, {THREADS} threads"),
-    ):
-        print(f"a span of the SDK costs {median(net[span]) / median(net[phase]):.0f} phases, {threads} (bar: >= 25)")
+    table("Hot path, loop subtracted", net, "two clock reads", {"phase": "<= 8"})
+    for threads in ("", f", {THREADS} threads"):
+        phase, clocks, span = (median(net[f"{name}{threads}"]) for name in ("phase", "two clock reads", "SDK start_as_current_span"))
+        print(
+            f"phase{threads}: {phase / clocks:.1f} x two clock reads (bar: <= 8), a span of the SDK costs {span / phase:.0f} (bar: >= 25)"
+        )
     handover = median(net["queue.Queue put and get, wrapped"]) - median(net["queue.Queue put and get"])
     print(
         f"a context across a queue adds {handover:.0f} ns to put and get: {handover / median(net['two clock reads']):.1f} x two clock reads"
     )
-    size, objects = kept(one, recorder.drain)
+    size, objects = kept(one)
     print(f"kept per phase: {size:.2f} bytes, {objects:.2f} GC-tracked objects (bar: 0 and 0)")
     provider.shutdown()
 
