@@ -134,11 +134,12 @@ class NameKind(IntEnum):
     """What a name of a ring's table is."""
 
     WORKER = 1  # JSON: role, index, gpu; always name id 0
-    TEXT = 2  # a bucket, key, string value or error type
+    TEXT = 2  # a key or error type
     PHASE = 3  # "<state> <name>"
     THREAD = 4  # JSON: id (native), name
     QUEUE = 5  # JSON: name, capacity, min_ready
     REFUSED = 6  # "<key> <type>": a step.set() value that was not read
+    VALUE = 7  # a bucket or string value of step.set(); at most half the table: a string that differs each step must not take it all
 
 
 OTHER_NAME_ID: Final = 1  # stands for every name beyond the cap

@@ -37,7 +37,7 @@ from otel_dflash.records import (
 from otel_dflash.session import process_start
 
 _PAGE: Final = 4096
-_COUNTERS, _NAMES = int(Header.COUNTERS), int(Header.NAMES)  # on 3.10 reading a member of an enum is a call
+_COUNTERS, _NAMES, _VALUE = int(Header.COUNTERS), int(Header.NAMES), int(NameKind.VALUE)  # on 3.10 reading a member of an enum is a call
 
 
 class Ring:
@@ -90,13 +90,14 @@ class Ring:
         data = text.encode("utf-8", "replace")[: _text_bytes_max(kind)].decode("utf-8", "ignore").encode()
         entry = len(data).to_bytes(2, "little") + bytes((kind,)) + data
         size = len(entry)
+        names_max, end = (NAMES_MAX // 2, (NAMES_OFFSET + SLOTS_OFFSET) // 2) if kind == _VALUE else (NAMES_MAX, SLOTS_OFFSET)
         words, names, memory = self.words, self._names, self.memory
         while True:
             start = self._names_end
             place = slice(start, start + size)  # made here: it is tracked by the collector, which may run a destructor
             if key in names:
                 return names[key]
-            if start + size > SLOTS_OFFSET or words[_NAMES] >= NAMES_MAX:
+            if start + size > end or words[_NAMES] >= names_max:
                 self.count(Counter.DROPPED_NAME)
                 return OTHER_NAME_ID
             if key not in names and self._names_end == start:
@@ -136,7 +137,7 @@ class Ring:
 
 
 def _text_bytes_max(kind: int) -> int:
-    return NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE) else DESCRIPTOR_BYTES_MAX
+    return NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE, NameKind.VALUE) else DESCRIPTOR_BYTES_MAX
 
 
 def create_ring(directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, run_id: str) -> Ring:

@@ -35,6 +35,9 @@ PLAIN |= {
 }
 
 
+DEPTH_MAX = 5  # of handlers that interrupt each other: on a busy machine the timer is quicker than they are
+
+
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a code object and all that lie in it."""
     yield code
@@ -169,12 +172,15 @@ def signals() -> dict[str, Any]:
     memory = MemoryWorker()
     worker = memory.worker
     forward, other = worker.forward, worker.phase("handler")
-    handled = 0
+    handled = depth = 0
 
     def handle(*_: object) -> None:
-        nonlocal handled
-        with forward, other:
-            handled += 1
+        nonlocal handled, depth
+        if depth < DEPTH_MAX:
+            depth += 1
+            with forward, other:
+                handled += 1
+            depth -= 1
 
     def work() -> None:
         with worker.step() as step:
@@ -309,13 +315,16 @@ def naming() -> dict[str, Any]:
     ring = memory.ring
     texts = [f"name {n}" for n in range(400)]
     seen: list[list[int]] = []
-    handled = 0
+    handled = depth = 0
 
     def handle(*_: object) -> None:
-        nonlocal handled
-        handled += 1
-        ring.intern(2, f"name {handled % 400}")
-        ring.intern(2, f"handler {handled % 100}")
+        nonlocal handled, depth
+        if depth < DEPTH_MAX:
+            depth += 1
+            handled += 1
+            ring.intern(2, f"name {handled % 400}")
+            ring.intern(2, f"handler {handled % 100}")
+            depth -= 1
 
     before = signal.signal(signal.SIGALRM, handle)
     interval = sys.getswitchinterval()

@@ -264,7 +264,7 @@ class Anything:
             lambda t: t.wrap_queue(Frozen(), "q"),
             "methods of a Frozen cannot be replaced (cannot assign put); use step.produced() and step.consumed(context) instead",
         ),
-        (lambda t: t.wrap_queue(queue.Queue(), ""), "a queue's name must be a non-empty str, got ''; try 'hidden_states'"),
+        (lambda t: t.wrap_queue(queue.Queue(), ""), "a queue's name must be a str of 1 to 64 characters, got ''; try 'hidden_states'"),
         (
             lambda t: t.wrap_queue(queue.Queue(), "q", capacity=-1),
             "capacity of queue 'q' must be an int >= 0, got -1; leave it out when there is none",

@@ -75,6 +75,13 @@ def test_names_beyond_the_table_are_other_and_counted(ring: Ring) -> None:
     assert reader_of(ring).counters() == {"name": 12}
 
 
+def test_values_that_never_repeat_leave_room_for_names(ring: Ring) -> None:
+    values = [ring.intern(NameKind.VALUE, f"batch-{n}") for n in range(NAMES_MAX)]
+    assert values == [*range(2, NAMES_MAX // 2), *[1] * (NAMES_MAX // 2 + 2)]
+    assert ring.intern(PHASE, "busy forward") == NAMES_MAX // 2
+    assert reader_of(ring).counters() == {"name": NAMES_MAX // 2 + 2}
+
+
 def test_names_beyond_the_memory_for_them_are_other_and_counted(ring: Ring) -> None:
     ids = [ring.intern(THREAD, f"{n:04}" * 250) for n in range(60)]
     names = reader_of(ring).names()

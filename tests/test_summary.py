@@ -8,7 +8,7 @@ from rich.console import Console
 
 from otel_dflash.agent.frames import Frame
 from otel_dflash.agent.recording import RecordingError, RecordingWriter, RunInfo, create_recording
-from otel_dflash.records import State
+from otel_dflash.records import NameKind, State
 from otel_dflash.views import runs, units
 from otel_dflash.views.summary import OpenPhase, PhaseRow, Summary, WorkerRow, render, summarise
 from otel_dflash.views.verdict import Account, label, verdict
@@ -80,6 +80,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
                     PhaseRow("model_forward", State.BUSY, 0, 0, 0, 10 * MS, 0, 0, 0),
                 ],
                 dropped={"ring_full": 3},
+                refused=[],
                 sources={},
                 finished=True,
                 killed=True,
@@ -101,6 +102,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
                     PhaseRow("forward", State.BUSY, 2, 1, 400 * MS, 400 * MS, 200 * MS, 200 * MS, 200 * MS),
                 ],
                 dropped={},
+                refused=[],
                 sources={"target": 2},
                 finished=True,
                 killed=False,
@@ -188,6 +190,21 @@ def test_losses_and_what_is_not_known_are_said(tmp_path: Path) -> None:
         "own cost  not known yet\n"
     )
     assert "workers    2 in 2 processes, 2 not finished" in plain(summary)
+
+
+def test_values_that_were_not_read_are_named(tmp_path: Path) -> None:
+    ring = PlantedRing(1, "drafter", 0)
+    ring.phase("forward", 0, S)
+    ring.name(NameKind.REFUSED, "grad_norm torch.Tensor")
+    frames = [ring.names_frame(), ring.flush(), ring.counters(0, 0, 0, 0, 0, 0, 0, 9)]
+    assert (
+        plain(summarise(record(tmp_path / "run-1", [ring], frames)))
+        .partition("\nlosses")[2]
+        .startswith(
+            "    unsupported_value 9 (drafter 0: 9)\n"
+            "          step.set() did not read grad_norm (torch.Tensor): give it an int, float, str or bool in range\n"
+        )
+    )
 
 
 def test_missing_frames_are_said(tmp_path: Path) -> None:

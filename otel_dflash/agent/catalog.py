@@ -60,7 +60,7 @@ class RingNames:
     def text(self, name_id: int) -> str:
         """Return a bucket, key, string value or error type."""
         kind, text = self._entry(name_id)
-        return text if kind == NameKind.TEXT else OTHER_NAME
+        return text if kind in (NameKind.TEXT, NameKind.VALUE) else OTHER_NAME
 
     def phase(self, name_id: int) -> tuple[State, str]:
         """Return the state and the name of a phase."""
@@ -86,6 +86,10 @@ class RingNames:
         queue = _fields(text)
         name = queue.get("name")
         return QueueInfo(name, queue.get("capacity"), queue.get("min_ready")) if isinstance(name, str) else None
+
+    def refused(self, first: int = 0) -> list[str]:
+        """Return, from that id on, which values of step.set() were not read: "grad_norm (torch.Tensor)"."""
+        return [f"{' ('.join(text.split(' ', 1))})" for kind, text in self.entries[first:] if kind == NameKind.REFUSED]
 
     def encode(self) -> bytes:
         """Return the entries as they lie in a ring file and in a NAMES frame."""

@@ -266,6 +266,10 @@ class Drain:
         if ring.word(Header.NAMES) > known:
             payload, count = ring.names(known)
             self._append(FrameKind.NAMES, ring.id, known, count, payload, now)
+            for value in self._recording.refused(ring.id, known):
+                if value not in self._said:
+                    self._said.add(value)
+                    self._say(f"step.set() did not read {value}: give it an int, float, str or bool in range; refusals are counted")
 
     def _take_counters(self, ring: RingReader, now: int, over: bool) -> None:
         if over or now - ring.counters_ns >= COUNTERS_INTERVAL_NS:

@@ -269,6 +269,10 @@ class RecordingWriter:
         known = self._catalog.get(ring)
         return len(known.entries) if known else 0
 
+    def refused(self, ring: int, first: int) -> list[str]:
+        """Return what RingNames.refused does."""
+        return self._catalog[ring].refused(first)
+
     def append(self, kind: FrameKind, ring: int, first: int, count: int, payload: bytes, time_ns: int) -> bool:
         """Append a frame; return whether it is on disk. It reaches live readers either way."""
         if self._fd < 0 or self._size >= self._segment_bytes:

@@ -37,8 +37,8 @@ def describe_queue(name: str, capacity: int | None, min_ready: int | None) -> st
     for label, value in (("capacity", capacity), ("min_ready", min_ready)):
         if value is not None and (type(value) is not int or value < 0):
             raise ConfigError(f"{label} of queue {name!r} must be an int >= 0, got {value!r}; leave it out when there is none")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"a queue's name must be a non-empty str, got {name!r}; try 'hidden_states'")
+    if not isinstance(name, str) or not 1 <= len(name) <= 64:
+        raise ConfigError(f"a queue's name must be a str of 1 to 64 characters, got {name!r}; try 'hidden_states'")
     return dumps({"name": name, "capacity": capacity, "min_ready": min_ready})
 
 

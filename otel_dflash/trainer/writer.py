@@ -50,7 +50,7 @@ _STEPS, _TOKENS, _PUTS, _GETS, _FULL = (
     Header.COUNTERS + c for c in (Counter.STEPS, Counter.TOKENS, Counter.PUTS, Counter.GETS, Counter.DROPPED_RING_FULL)
 )
 _STEP_ID, _STEP_START, _TAIL = int(Header.STEP_ID), int(Header.STEP_START), int(Header.TAIL)
-_TEXT = int(NameKind.TEXT)
+_TEXT, _VALUE = int(NameKind.TEXT), int(NameKind.VALUE)
 _PHASE, _STEP, _ATTRIBUTE, _CONSUMED, _RESUMED = (kind << KIND_SHIFT for kind in Kind)
 
 
@@ -330,11 +330,11 @@ def bind(
         if bucket is not None:
             if type(bucket) is str or (type(bucket) is int and encode(bucket)):
                 bucket_value = bucket
-                step_bucket = ring.intern(_TEXT, f"{bucket}")
+                step_bucket = ring.intern(_VALUE, f"{bucket}")
             else:
                 refuse(ring, "bucket", bucket)
         for key, value in others.items():
-            word = (ValueType.TEXT, ring.intern(_TEXT, value)) if type(value) is str else encode(value)
+            word = (ValueType.TEXT, ring.intern(_VALUE, value)) if type(value) is str else encode(value)
             if word is None:
                 refuse(ring, key, value)
             else:
@@ -362,7 +362,7 @@ def bind(
     def received(queue_text: str, t: int, context: int, bucket_text: str | None) -> None:
         """Take an item's context off a wrapped queue; the thread is inside this worker's step."""
         if step_owner == get_ident():
-            of = ring.intern(_TEXT, bucket_text) if bucket_text is not None else 0
+            of = ring.intern(_VALUE, bucket_text) if bucket_text is not None else 0
             take(ring.intern(NameKind.QUEUE, queue_text), of, t, context)
 
     def take(queue_id: int, of_bucket: int, t: int, context: int) -> None:

@@ -71,6 +71,7 @@ class WorkerRow:
     step: PhaseRow | None
     phases: list[PhaseRow]  # most time first
     dropped: dict[str, int]  # reason -> records, only those above 0
+    refused: list[str]  # values of step.set() that were not read
     sources: dict[str, int]  # role -> items consumed
     finished: bool
     killed: bool
@@ -204,6 +205,7 @@ def _worker(name: str, rings: list[tuple[RingTotals, RingNames]], roles: dict[in
         step=_step_row(rings),
         phases=_phase_rows(rings),
         dropped={reason: count for reason, count in dropped.items() if count},
+        refused=[value for _, names in rings for value in names.refused()],
         sources=dict(sources),
         finished=all(totals.closed is not None for totals, _ in rings),
         killed=any(totals.closed["killed"] for totals, _ in rings if totals.closed),
@@ -376,6 +378,9 @@ def _losses(summary: Summary) -> Iterator[str]:
     for reason, count in sorted(summary.dropped.items(), key=lambda item: -item[1]):
         hit = {worker.name: worker.dropped[reason] for worker in summary.workers if reason in worker.dropped}
         yield f"{reason} {integer(count)} ({', '.join(f'{name}: {integer(lost)}' for name, lost in hit.items())})"
+    refused = sorted({value for worker in summary.workers for value in worker.refused})
+    if refused:
+        yield f"step.set() did not read {', '.join(refused)}: give it an int, float, str or bool in range"
     if TIME_LOST & summary.dropped.keys() or summary.missing_frames:
         yield "the time of lost phases reads as other"
     if summary.missing_frames:
