@@ -22,7 +22,7 @@ from otel_dflash.config import ConfigError
 from otel_dflash.version import __version__
 
 if TYPE_CHECKING:
-    from otel_dflash.cli.supervise import RunOptions
+    from otel_dflash.cli.supervise import Outcome, RunOptions
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -288,7 +288,13 @@ def _supervise(options: RunOptions) -> int:
     from otel_dflash.cli.supervise import run
 
     leftovers.finish(wait=False)
-    return run(options)
+    return run(options, _report)
+
+
+def _report(outcome: Outcome) -> None:
+    from otel_dflash.cli import closing
+
+    closing.report(outcome)
 
 
 def _example_script() -> Path:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +82,8 @@ class Outcome:
     """A signal came while the agent was flushing: the user wants out."""
 
 
-def run(options: RunOptions) -> int:
-    """Run the command to its end and return its exit code; die of the signal that it died of.
+def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
+    """Run the command to its end, `report`, and return its exit code; die of the signal that it died of.
 
     Raises:
         CommandError: The command is not there or cannot be executed.
@@ -112,7 +112,7 @@ def run(options: RunOptions) -> int:
     status = supervise(child, agent)
     membership.unlink(missing_ok=True)
     interrupted = not agent.wait(exit_wait_s)
-    _say_goodbye(Outcome(joined, options.quiet, agent_environment, agent.problem, interrupted))
+    _say_goodbye(report, Outcome(joined, options.quiet, agent_environment, agent.problem, interrupted))
     return leave(status)
 
 
@@ -332,16 +332,14 @@ def leave(status: int) -> int:
     return 128 + number  # reached as process 1 of a container, which no signal kills
 
 
-def _say_goodbye(outcome: Outcome) -> None:
+def _say_goodbye(report: Callable[[Outcome], None], outcome: Outcome) -> None:
     """Print the closing summary to stderr. It may be interrupted, and nothing that goes wrong in it changes the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-        from otel_dflash.cli import closing
-
-        closing.report(outcome)
+        report(outcome)
     except KeyboardInterrupt:
         _say("summary interrupted")
     except Exception as error:  # noqa: BLE001 - the exit code of hours of training is worth more than a summary
