@@ -50,7 +50,7 @@ def test_values_arrive_exactly(memory: MemoryWorker) -> None:
         | {"rate": 0.1, "nan": float("nan"), "infinite": float("-inf")}
     )
     tokens, loss_tokens, labels, root = recorded.words[4:]
-    assert (tokens, loss_tokens, labels >> 16, names[labels & 0xFFFF], root) == ((1 << 63) - 1, 0, (1 << 48) - 1, (2, "long"), 0)
+    assert (tokens, loss_tokens, labels >> 16, names[labels & 0xFFFF], root) == ((1 << 63) - 1, 0, (1 << 48) - 1, (7, "long"), 0)
 
 
 def test_unset_values_are_told_from_zero(memory: MemoryWorker) -> None:
@@ -76,7 +76,7 @@ def test_other_values_are_refused_without_being_read_and_said_once(memory: Memor
         step.consumed(tensor)  # type: ignore[arg-type]
     (recorded,) = memory.take()
     names = memory.reader.names()
-    assert (*recorded.words[4:6], recorded.words[6] >> 16, names[recorded.words[6] & 0xFFFF]) == (1, 2, 5, (2, "3"))
+    assert (*recorded.words[4:6], recorded.words[6] >> 16, names[recorded.words[6] & 0xFFFF]) == (1, 2, 5, (7, "3"))
     assert memory.counters() == {"steps": 1, "tokens": 1, "value": 23}
     here = f"{__name__}.Untouchable"
     assert [text for kind, text in names if kind == 6] == [
