@@ -235,7 +235,7 @@ class Pipeline:
                 sections.tokens += tokens
                 self.finished.append(FinishedStep(sections.index, number, step.id, [item.step_id for item in items]))  # telemetry
 
-    def thread(self, name: str, loop: Callable[..., None], *arguments: Any) -> threading.Thread:
+    def thread(self, name: str, loop: Callable[..., None], *arguments: Sections) -> threading.Thread:
         def run() -> None:
             try:
                 loop(*arguments)
@@ -243,6 +243,9 @@ class Pipeline:
                 if not (self.stop.is_set() and isinstance(error, (queue.Empty, queue.Full))):
                     self.errors.append(error)
                     self.stop.set()
+            finally:
+                for sections in arguments:
+                    sections.close()
 
         return threading.Thread(target=run, name=name, daemon=True)
 

@@ -100,6 +100,10 @@ class Sections:
             self.counts[section] += 1
             self._seconds[section] += time.perf_counter() - start
 
+    def close(self) -> None:
+        """Say that the worker is done: what comes now is no waiting of its."""
+        self.worker.close()  # telemetry
+
     def next_step(self) -> None:
         """Count a step that begins; after every `interval` steps leave a snapshot of the timings."""
         if self.steps and self.steps % self.interval == 0:

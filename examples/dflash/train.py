@@ -123,7 +123,6 @@ def report(flags: argparse.Namespace, work: TorchWork, before: float) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     flags = parse(arguments)
     try:
-        otel_dflash.start()  # telemetry
         return simulate(flags) if flags.simulate else train(flags)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
