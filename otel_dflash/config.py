@@ -39,8 +39,9 @@ class ConfigError(ValueError):
 
 
 def is_disabled() -> bool:
-    """Return whether the environment turns telemetry off."""
-    return any(os.environ.get(name, "").strip().lower() == "true" for name in ("OTEL_DFLASH_DISABLED", "OTEL_SDK_DISABLED"))
+    """Return whether the environment turns telemetry off. OTEL_SDK_DISABLED knows only ``true``, as the SDK does."""
+    ours = os.environ.get("OTEL_DFLASH_DISABLED", "").strip().lower()
+    return ours in ("true", "1", "yes", "on") or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
 
 
 def integer(name: str, default: int, low: int, high: int) -> int:
@@ -82,8 +83,16 @@ def run_id(text: str) -> str:
 
 
 def recordings_directory() -> Path:
-    """Return the directory that holds the recordings, absolute."""
-    return Path(os.environ.get(DIRECTORY_VARIABLE) or "dflash-runs").absolute()
+    """Return the directory that holds the recordings, absolute.
+
+    Raises:
+        ConfigError: It is relative to a working directory that was removed.
+    """
+    directory = Path(os.environ.get(DIRECTORY_VARIABLE) or "dflash-runs")
+    try:
+        return directory.absolute()
+    except FileNotFoundError:
+        raise ConfigError(f"the working directory was removed; go to one that exists, or set {DIRECTORY_VARIABLE}") from None
 
 
 class AgentConfig(NamedTuple):

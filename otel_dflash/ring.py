@@ -12,6 +12,7 @@ import mmap
 import os
 import time
 from _blake2 import blake2b  # hashlib would load OpenSSL
+from collections import deque
 from pathlib import Path
 from typing import Final
 
@@ -36,8 +37,13 @@ from otel_dflash.records import (
 )
 from otel_dflash.session import process_start
 
+WAITING_MAX: Final = 512  # short-lived workers beside a stopped agent must not eat the machine's memory: 1 MiB each ...
+WAITING_MEMFDS_MAX: Final = 128  # ... nor the process's file descriptors
 _PAGE: Final = 4096
 _COUNTERS, _NAMES, _VALUE = int(Header.COUNTERS), int(Header.NAMES), int(NameKind.VALUE)  # on 3.10 reading a member of an enum is a call
+
+
+_waiting: deque[tuple[Path, int | None]] = deque()  # rings that nobody holds any more, and the reader has not taken; with their memfd
 
 
 class Ring:
@@ -45,6 +51,8 @@ class Ring:
 
     link: int | None = None
     """The memfd that dies with this process, if the ring is one."""
+    path: Path | None = None
+    """Where the reader finds it, until it has taken all of it."""
 
     def __init__(self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, run_id: str) -> None:
         """Format memory of SLOTS_OFFSET bytes and any number of slots."""
@@ -134,6 +142,8 @@ class Ring:
             self.close()
             if self.link is not None and (self.words[Header.ATTACHED] or os.getpid() != self.pid):
                 os.close(self.link)
+            elif self.path is not None and os.getpid() == self.pid:
+                _waiting.append((self.path, self.link))
 
 
 def _text_bytes_max(kind: int) -> int:
@@ -144,8 +154,11 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
     """Create and publish the ring file `ring-<pid>-<number>` of a session directory.
 
     Raises:
-        OSError: Neither the tmpfs nor a memfd has room for it.
+        OSError: Neither the tmpfs nor a memfd has room for it, or too many wait for an agent that does not take them.
     """
+    waiting, memfds = _count_waiting()
+    if waiting >= WAITING_MAX or memfds >= WAITING_MEMFDS_MAX:
+        raise OSError(f"{waiting} rings of workers that ended wait for the agent: it is stopped, gone, or far behind")
     path = directory / f"ring-{os.getpid()}-{number}"
     draft = path.with_name(f".{path.name}")
     try:
@@ -159,10 +172,28 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
             os.close(link)
             raise
         ring.link = link
+        ring.path = path
         return ring
     ring = Ring(memory, number, role, index, gpu, run_id)
     draft.rename(path)  # a reader never sees a half-made ring
+    ring.path = path
     return ring
+
+
+def _count_waiting() -> tuple[int, int]:
+    """Give back the memfds of rings that the reader has taken since; return how many still wait for it, and how many of them are memfds."""
+    memfds = 0
+    for _ in range(len(_waiting)):
+        try:
+            path, link = _waiting.popleft()
+        except IndexError:  # another thread looks too
+            break
+        if os.path.lexists(path):
+            _waiting.append((path, link))
+            memfds += link is not None
+        elif link is not None:
+            os.close(link)
+    return len(_waiting), memfds
 
 
 def _reserve_file(path: Path, size_bytes: int) -> mmap.mmap:
@@ -188,10 +219,17 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
 
 def _is_tmpfs(directory: Path) -> bool:
     """Return whether the directory lies in memory, by the mount table."""
-    best = ("", "")
-    target = f"{directory.resolve()}/"
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, kind, *_ = line.split(" ")
-        if target.startswith(mount.rstrip("/") + "/") and len(mount) >= len(best[0]):
+    return file_system(os.fsencode(directory.resolve()), Path("/proc/self/mounts").read_bytes()) == b"tmpfs"
+
+
+def file_system(path: bytes, mounts: bytes) -> bytes:
+    """Return the kind of file system that a path lies on. All is bytes: the locale may not know the characters of a mount point."""
+    best = (b"", b"")
+    target = path + b"/"
+    for line in mounts.split(b"\n"):
+        _, mount, kind = [*line.split(b" "), b"", b"", b""][:3]
+        for escaped, character in ((b"\\040", b" "), (b"\\011", b"\t"), (b"\\012", b"\n"), (b"\\134", b"\\")):
+            mount = mount.replace(escaped, character)
+        if mount and target.startswith(mount.rstrip(b"/") + b"/") and len(mount) >= len(best[0]):
             best = (mount, kind)
-    return best[1] == "tmpfs"
+    return best[1]

@@ -12,8 +12,7 @@ DEFAULT_SERVICE_NAME: Final = "dflash"
 
 # Resource
 SERVICE_NAME: Final = "service.name"  # <OTEL_SERVICE_NAME or dflash>-<role> on spans, without the role on metrics
-SERVICE_NAMESPACE: Final = "service.namespace"  # <OTEL_SERVICE_NAME or dflash>
-SERVICE_VERSION: Final = "service.version"
+SERVICE_NAMESPACE: Final = "service.namespace"  # on spans <OTEL_SERVICE_NAME or dflash>, unless the user says another
 SERVICE_INSTANCE_ID: Final = "service.instance.id"  # <run>-<host>-<pid>
 HOST_NAME: Final = "host.name"
 PROCESS_PID: Final = "process.pid"

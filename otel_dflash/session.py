@@ -7,16 +7,19 @@ It lies in a tmpfs (``/dev/shm/otel-dflash-<uid>/<run>-<id>/``, 0700) and holds:
     ring-<pid>-<n>            a worker's ring, or a link to /proc/<pid>/fd/<n> where the tmpfs is full
     process-<pid>-<start>     an empty file for each process that may write; the agent ends when all are gone
     agent.lock                held by the agent of the session
+    ended                     the agent takes nothing any more: who comes now must not write
 
 Standard library only; every process may use it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import mmap
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -27,8 +30,11 @@ from otel_dflash.config import ConfigError
 SESSION_FILE: Final = "session.json"
 CONTROL_FILE: Final = "control"
 LOCK_FILE: Final = "agent.lock"
+ENDED_FILE: Final = "ended"
 CONTROL_BYTES: Final = 4096
+PROBE_BYTES: Final = 4096
 ABANDONED_AGE_S: Final = 60.0
+AGENT_EXIT_INCOMPLETE: Final = 4  # the disk that had no room for the recording may have none for a file that says so
 
 DETAIL_PHASES: Final = 0  # capture everything: what a fresh page of zeros says
 DETAIL_STEPS: Final = 1
@@ -43,6 +49,8 @@ class Session(NamedTuple):
     recording: Path
     anchor_wall_ns: int
     anchor_mono_ns: int
+    pid_namespace: str = ""
+    """Where the agent looks for pids."""
 
 
 def process_start(pid: int) -> int | None:
@@ -70,20 +78,19 @@ def create_session(run_id: str | None = None, directory: Path | None = None) -> 
     recording = (directory.absolute() if directory else config.recordings_directory()) / run_id
     try:
         recording.mkdir(parents=True)
+        (recording / ".probe").write_bytes(bytes(PROBE_BYTES))
+        (recording / ".probe").unlink()
     except FileExistsError:
         raise ConfigError(f"recording {recording} exists; choose another run id, or remove it") from None
     except OSError as error:
+        remove_directory(recording)
         reason = error.strerror
         raise ConfigError(f"cannot create the recording {recording}: {reason}; set OTEL_DFLASH_DIR to a writable directory") from None
     try:
-        path = _session_directory(f"{run_id}-{suffix}")
+        return _create_in_tmpfs(f"{run_id}-{suffix}", Session(Path(), run_id, recording, *_anchor(), _pid_namespace()))
     except ConfigError:
         recording.rmdir()
         raise
-    session = Session(path, run_id, recording, *_anchor())
-    fields = {**session._asdict(), "path": str(path), "recording": str(recording)}
-    _write_private(path / SESSION_FILE, json.dumps(fields).encode())
-    return session
 
 
 def open_session(path: Path) -> Session:
@@ -93,18 +100,42 @@ def open_session(path: Path) -> Session:
         ConfigError: There is none, or it belongs to another user.
     """
     try:
+        _check_private(path)
         fields = json.loads((path / SESSION_FILE).read_text())
-        return Session(path, fields["run_id"], Path(fields["recording"]), fields["anchor_wall_ns"], fields["anchor_mono_ns"])
+        anchor = fields["anchor_wall_ns"], fields["anchor_mono_ns"]
+        return Session(path, fields["run_id"], Path(fields["recording"]), *anchor, fields["pid_namespace"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no session at {path} ({error}); unset {config.SESSION_VARIABLE} to start a new one") from None
 
 
 def register_process(session: Session) -> Path:
-    """Say that this process may write to the session. Remove the file to leave early."""
+    """Say that this process may write to the session. Remove the file to leave early.
+
+    Raises:
+        OSError: The session is gone or ends just now, or its agent cannot see this process.
+    """
+    if session.pid_namespace != _pid_namespace():
+        raise OSError("the agent of this session runs in another PID namespace; call start() or `otel-dflash run` in this one")
     pid = os.getpid()
     path = session.path / f"process-{pid}-{process_start(pid)}"
     path.touch(mode=0o600)
+    if (session.path / ENDED_FILE).exists() or not (session.path / SESSION_FILE).exists():
+        path.unlink(missing_ok=True)
+        raise OSError(f"the session {session.path} has ended; unset {config.SESSION_VARIABLE} to start a new one")
     return path
+
+
+def end_session(session: Session) -> bool:
+    """Let nobody join any more; return False, and let them, when somebody just did. One of the two sees the other's file."""
+    mark = session.path / ENDED_FILE
+    try:
+        mark.touch(mode=0o600)
+    except OSError:  # the directory is gone: nobody can join
+        return True
+    if living_processes(session):
+        mark.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def living_processes(session: Session) -> list[int]:
@@ -127,35 +158,61 @@ def map_control(session: Session) -> memoryview:
     return memoryview(page).cast("Q")
 
 
+def running_sessions() -> list[Session]:
+    """Return this user's sessions that somebody may write to."""
+    found = []
+    for path in (path for base in _bases() for path in sorted(base.glob("*/"))):
+        try:
+            session = open_session(path)
+        except ConfigError:
+            continue
+        if living_processes(session):
+            found.append(session)
+    return found
+
+
 def abandoned_sessions() -> list[Session]:
     """Return this user's sessions that no process writes to any more and that no agent ended: it was killed with the trainer.
 
     One that is younger than a minute may still be about to begin.
     """
-    found = []
-    for path in (path for base in _bases() for path in base.glob("*/")):
-        try:
-            session = open_session(path)
-            is_old = time.time() - (path / SESSION_FILE).stat().st_mtime > ABANDONED_AGE_S
-            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except (ConfigError, OSError):
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_old and not living_processes(session):
-                found.append(session)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(lock)
-    return found
+    return [session for base in _bases() for path in base.glob("*/") if (session := _abandoned(path)) is not None]
+
+
+def _abandoned(path: Path) -> Session | None:
+    try:
+        session = open_session(path)
+        age_s = time.time() - (path / SESSION_FILE).stat().st_mtime
+        if age_s < ABANDONED_AGE_S or living_processes(session):
+            return None
+        lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (ConfigError, OSError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(lock)
+    return session
+
+
+def _check_private(directory: Path) -> None:
+    """Raise PermissionError when others could have written to a directory: places such as /dev/shm are open to every user."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(errno.EACCES, "belongs to another user or is open to others", str(directory))
 
 
 def remove_session(session: Session) -> None:
-    """Remove the directory of a session that ended; session.json last, so that what is cut short can be done again."""
+    """Remove the directory of a session that ended; session.json late, so that what is cut short can be done again.
+
+    The mark goes after it: at no time is there the one without the other, which would let somebody join.
+    """
     for path in session.path.glob("*"):
-        if path.name != SESSION_FILE:
+        if path.name not in (SESSION_FILE, ENDED_FILE):
             remove_directory(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (session.path / SESSION_FILE).unlink(missing_ok=True)
     remove_directory(session.path)
 
 
@@ -186,13 +243,20 @@ def _bases() -> list[Path]:
     return [Path(place) / f"otel-dflash-{os.getuid()}" for place in places]
 
 
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def _write_private(path: Path, data: bytes) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(data)
 
 
-def _session_directory(name: str) -> Path:
-    """Create a private directory in the first place that has room for it.
+def _create_in_tmpfs(name: str, session: Session) -> Session:
+    """Create the session's private directory in the first place that has room for it; return the session with its path.
 
     Raises:
         ConfigError: No place has.
@@ -202,14 +266,15 @@ def _session_directory(name: str) -> Path:
         path = base / name
         try:
             base.mkdir(mode=0o700, exist_ok=True)
-            status = base.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise PermissionError(None, "belongs to another user or is open to others")
+            _check_private(base)
+            base.chmod(0o700)  # a umask that takes the owner's rights must not spoil it for every later run
             path.mkdir(mode=0o700)
             _write_private(path / CONTROL_FILE, bytes(CONTROL_BYTES))
+            fields = {**session._asdict(), "path": str(path), "recording": str(session.recording)}
+            _write_private(path / SESSION_FILE, json.dumps(fields).encode())
         except OSError as error:
             reasons.append(f"{base}: {error.strerror}")
             remove_directory(path)
             continue
-        return path
+        return session._replace(path=path)
     raise ConfigError(f"no session directory ({'; '.join(reasons)}); set {config.SHM_VARIABLE} to a tmpfs that you can write")

@@ -53,6 +53,7 @@ Usage: otel-dflash [OPTIONS] [COMMAND] [ARGS]...
   variables say.
 
 Options:
+  --version   Show the version and exit.
   -h, --help  Show this message and exit.
 
 Commands:
@@ -61,6 +62,7 @@ Commands:
   runs     List recordings.
   summary  Show where the time of a run went.
   replay   Send a recording to an OTLP endpoint.
+  detail   Change what is captured while a run goes on.
   version  Show versions.
   agent    What `run` and start() start; not for people.
 
@@ -73,7 +75,7 @@ def test_help_lists_the_commands_in_the_order_of_use(arguments: tuple[str, ...],
     assert cli(*arguments) == (0, HELP, "")
 
 
-@pytest.mark.parametrize("command", ["run", "demo", "runs", "summary", "replay", "version", "agent"])
+@pytest.mark.parametrize("command", ["run", "demo", "runs", "summary", "replay", "detail", "version", "agent"])
 def test_every_command_has_help(command: str, cli: Command) -> None:
     code, out, err = cli(command, "--help")
     assert (code, err) == (0, "")
@@ -136,8 +138,8 @@ def test_no_recordings(cli: Command, tmp_path: Path) -> None:
     assert cli("replay", "latest", "--endpoint", "http://localhost:4317") == (2, "", expected)
 
 
-def test_runs_of_an_empty_directory(cli: Command) -> None:
-    assert cli("runs") == (0, "no recordings; record one: otel-dflash run -- python train.py\n", "")
+def test_runs_of_an_empty_directory(cli: Command, tmp_path: Path) -> None:
+    assert cli("runs") == (0, f"no recordings in {tmp_path}/dflash-runs; record one: otel-dflash run -- python train.py\n", "")
 
 
 def test_runs_lists_what_is_there(cli: Command, tmp_path: Path) -> None:

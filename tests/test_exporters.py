@@ -185,10 +185,10 @@ def test_other_ca_bundles_give_way_to_the_otlp_certificate() -> None:
     bundles = {"REQUESTS_CA_BUNDLE": "/a", "CURL_CA_BUNDLE": "/b"}
     environ = {**bundles, "OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE": "/c"}
     prepare_environment(environ)
-    assert environ == {"OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE": "/c"}
-    environ = dict(bundles)
+    assert environ == {"OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE": "/c", "GRPC_VERBOSITY": "NONE"}
+    environ = {**bundles, "GRPC_VERBOSITY": "DEBUG"}
     prepare_environment(environ)
-    assert environ == bundles
+    assert environ == {**bundles, "GRPC_VERBOSITY": "DEBUG"}
 
 
 # -- the SDK's log -----------------------------------------------------------

@@ -19,7 +19,6 @@ def test_ids_are_the_ones_of_the_first_version() -> None:
     assert identity.trace_id(first) == 0x8E77942936AC6DF484E2559C6829D70F
     assert identity.step_span_id(first) == 0xC8B1D9017931EDEF
     assert identity.phase_span_id(identity.ring_key(1 << 28), 7) == 0x7F10993152419DD8
-    assert identity.context_ids(first << 128 | (first + 1) << 64 | 5) == (identity.trace_id(first), identity.step_span_id(first + 1))
 
 
 def test_no_id_is_zero() -> None:

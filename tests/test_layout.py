@@ -19,7 +19,7 @@ PACKAGE = Path(otel_dflash.__file__).parent
 MAY_IMPORT = {
     ".": (set(), {"."}),  # records, ring, session, semconv, config: every process uses them
     "trainer": (set(), {".", "trainer"}),  # lives in the training process
-    "agent": ({"numpy", "psutil", "opentelemetry"}, {".", "agent"}),  # opentelemetry: the API
+    "agent": ({"numpy", "opentelemetry"}, {".", "agent"}),  # opentelemetry: the API
     "views": ({"numpy", "rich"}, {".", "agent", "views"}),
     "cli": ({"click", "rich"}, {".", "trainer", "agent", "views", "cli"}),
 }
@@ -29,6 +29,7 @@ MAY_ALSO_IMPORT = {
     "__main__.py": {"cli"},
     "agent/replay.py": {"opentelemetry.sdk"},  # spans
     "agent/metrics.py": {"opentelemetry.sdk"},  # metric points
+    "agent/resources.py": {"opentelemetry.sdk"},
     "agent/exporters.py": {"opentelemetry.sdk"},
     "agent/sinks.py": {"opentelemetry.sdk"},  # what an export returned
 }

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from otel_dflash.agent.frames import FrameKind
-from otel_dflash.session import SESSION_FILE
+from otel_dflash.config import ConfigError
+from otel_dflash.session import SESSION_FILE, open_session
 from tests.running import Running
 
 
@@ -60,6 +61,15 @@ def test_a_session_that_may_be_about_to_begin_is_left_alone(running: Running) ->
     killed_together(running, age_s=0)
     command(running, "runs")
     assert running.session.path.exists()
+
+
+def test_a_session_that_others_could_have_made_is_left_alone(running: Running) -> None:
+    killed_together(running, age_s=61)
+    running.session.path.chmod(0o755)
+    command(running, "runs")
+    assert running.session.path.exists()
+    with pytest.raises(ConfigError, match="belongs to another user or is open to others"):
+        open_session(running.session.path)
 
 
 def test_a_session_that_somebody_writes_to_is_left_alone(running: Running) -> None:

@@ -29,7 +29,7 @@ def data_of(frames: list[Frame], *rings: PlantedRing, time_ns: int = 1_000 * MS,
     catalog = catalog_of(*rings)
     fold = Fold(catalog)
     fold.add_all([*(ring.names_frame() for ring in rings), *frames])
-    return metrics_data(fold, INFO, catalog, time_ns, lags or {})
+    return metrics_data(fold, INFO, time_ns, lags or {})
 
 
 def short(attributes: dict[str, Any]) -> str:

@@ -81,9 +81,9 @@ def test_one_object_put_twice_has_two_contexts(kind: QueueKind, rig: Rig, target
     assert rig.counted(target, drafter) == {}
 
 
-@pytest.mark.parametrize(("make", "order"), [(queue.Queue, [0, 1, 2]), (queue.LifoQueue, [2, 1, 0])])
+@pytest.mark.parametrize(("make", "order"), [(queue.Queue, [0, 1, 2]), (queue.SimpleQueue, [0, 1, 2]), (queue.LifoQueue, [2, 1, 0])])
 def test_one_object_put_thrice_keeps_the_order_of_the_queue(
-    make: type[queue.Queue[Any]], order: list[int], rig: Rig, target: Worker, drafter: Worker
+    make: Callable[[], Any], order: list[int], rig: Rig, target: Worker, drafter: Worker
 ) -> None:
     wrapped = rig.telemetry.wrap_queue(make(), "hidden_states")
     item = Item()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import resource
 import struct
@@ -193,6 +195,22 @@ def test_a_full_disk_loses_the_recording_not_what_live_readers_get(directory: Pa
     assert sequences(frames) == [0, 1, 7, 8]
     assert later.missing_frames == 6
     assert later.catalog[RING].text(2) == "on no disk"  # a record's names are in the log before it
+
+
+def test_a_file_that_cannot_even_be_cut_ends_its_segment_and_no_more(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = start(directory)
+    fill(writer, 2)
+    with monkeypatch.context() as stale, full_disk():
+
+        def gone(*_: object) -> None:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        for name in ("ftruncate", "close"):
+            stale.setattr(os, name, gone)
+        fill(writer, 1, first=2, time_ns=5 * S)
+    fill(writer, 2, first=3, time_ns=7 * S)
+    writer.close()
+    assert (writer.lost_frames, sequences(read_all(directory)[0])) == (1, [0, 1, 3, 4])
 
 
 def test_a_disk_that_stays_full_leaves_no_files_behind_and_fills_no_memory(directory: Path) -> None:

@@ -124,7 +124,8 @@ def test_times_are_anchored_wall_time_and_ids_follow_from_the_context() -> None:
     context = ((1 << 28) + 1) << 128 | ((1 << 28) + 1) << 64 | wall(5.5)
     assert (drafter.start_ns, drafter.end_ns) == (wall(6), wall(31))
     assert [event.time_ns for event in get.events] == [wall(7), wall(12)]
-    assert identity.context_ids(context) == (int(drafter.trace_id, 16), int(drafter.parent_id, 16))
+    root, producer = context >> 128, context >> 64 & (1 << 64) - 1
+    assert (identity.trace_id(root), identity.step_span_id(producer)) == (int(drafter.trace_id, 16), int(drafter.parent_id, 16))
 
 
 def test_resource_is_ours_for_our_names_and_the_users_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

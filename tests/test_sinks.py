@@ -132,7 +132,7 @@ def steps(writer: RecordingWriter, ring: PlantedRing, count: int, at: int = 0) -
 
 def finished(sink: Sink) -> None:
     sink.finish()
-    assert sink.done.wait(30), sink.failure
+    assert sink.done.wait(30), sink.reason
 
 
 # --- spans
@@ -147,7 +147,7 @@ def test_all_spans_are_delivered_once(directory: Path, writer: RecordingWriter, 
     finished(sink)
     assert len(exporter.spans) == len(set(exporter.spans)) == sink.delivered == 3000
     assert max(len(batch) for batch in exporter.batches) <= 512
-    assert (sink.failures, sink.failure) == (0, None)
+    assert (sink.failures, sink.reason) == (0, None)
 
 
 @pytest.mark.parametrize("failure", [SpanExportResult.FAILURE, RuntimeError("plugin bug"), KeyError("x")])
@@ -164,7 +164,7 @@ def test_a_failed_export_is_repeated_until_it_succeeds(
     sink = start(SpanSink("test", exporter, directory, writer))
     finished(sink)
     assert len(exporter.spans) == len(set(exporter.spans)) == 20
-    assert (sink.failures, sink.failure, exporter.calls) == (5, None, 6)
+    assert (sink.failures, sink.reason, exporter.calls) == (5, None, 6)
     said = capfd.readouterr().err
     assert said.count("\n") == (1 if isinstance(failure, Exception) else 0)
     assert "Traceback" not in said
@@ -175,9 +175,9 @@ def test_why_an_exporter_raises_is_kept_while_it_does(directory: Path, writer: R
     steps(writer, PlantedRing(1, "target", 0), 1)
     sink = start(SpanSink("test", exporter, directory, writer))
     poll(lambda: sink.failures > 3)
-    assert sink.failure == "RuntimeError: no route to https://***@host"
+    assert sink.reason == "RuntimeError: no route to https://***@host"
     exporter.answers.clear()
-    poll(lambda: sink.failure is None)
+    poll(lambda: sink.reason is None)
 
 
 def test_an_exporter_that_hangs_delays_itself_alone(directory: Path, writer: RecordingWriter, start: Callable[[Sink], Sink]) -> None:

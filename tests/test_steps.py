@@ -43,6 +43,18 @@ def test_a_step_whose_record_was_lost_is_cut_off_by_the_next_one() -> None:
     assert times == [(wall(1), wall(4)), (wall(5), wall(8)), (wall(9), wall(10))]
 
 
+def test_a_record_that_ends_before_it_starts_is_no_span_and_counted() -> None:
+    log = Log()
+    worker = Recorder(log, 1, "target")
+    worker.phase("model_forward", 4, 3, step=1)
+    worker.phase("pack_hidden", 3, 4, step=1)
+    worker.step(1, 2, 5)
+    worker.drain()
+    replay = SpanReplay(INFO, log.catalog)
+    names = [span.name for frame in log.frames for span in replay.add(frame)]
+    assert (names, replay.unusable_records) == (["target.step", "target.pack_hidden"], 1)
+
+
 def test_a_record_after_its_step_never_repeats_the_step() -> None:
     log = Log()
     worker = Recorder(log, 1, "target")

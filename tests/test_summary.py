@@ -10,7 +10,8 @@ from otel_dflash.agent.frames import Frame
 from otel_dflash.agent.recording import RecordingError, RecordingWriter, RunInfo, create_recording
 from otel_dflash.records import NameKind, State
 from otel_dflash.views import runs, units
-from otel_dflash.views.summary import OpenPhase, PhaseRow, Summary, WorkerRow, render, summarise
+from otel_dflash.views.render import render
+from otel_dflash.views.summary import OpenPhase, PhaseRow, Summary, WorkerRow, summarise
 from otel_dflash.views.verdict import Account, label, verdict
 from tests.planted import PlantedRing, agent_frame
 
@@ -82,6 +83,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
                 dropped={"ring_full": 3},
                 refused=[],
                 sources={},
+                times_made=1,
                 finished=True,
                 killed=True,
                 open_phases=[OpenPhase("model_forward", 40 * MS), OpenPhase("pack_hidden", 30 * MS)],
@@ -104,6 +106,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
                 dropped={},
                 refused=[],
                 sources={"target": 2},
+                times_made=1,
                 finished=True,
                 killed=False,
                 open_phases=[],
@@ -113,6 +116,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
         malformed=0,
         agent_cpu_ns=10 * MS,
         cost_ns=1300.0,
+        undelivered={},
     )
     assert summary.size_bytes == sum(path.stat().st_size for path in (tmp_path / "run-1").iterdir())
 
@@ -156,6 +160,7 @@ drafter 0        2   2 000     2 000
 killed    target 0 in model_forward (40.0 ms) > pack_hidden (30.0 ms)
 of wall   a phase without the phases inside it, so that a worker's shares sum to 100 % with other
 losses    ring_full 3 (target 0: 3)
+            the agent was stopped or too slow; OTEL_DFLASH_RING_BYTES makes rings larger
           the time of lost phases reads as other
 own cost  trainer 0.00072 % of its workers' time, estimated (11 records x 1.30 us), agent 10.0 ms CPU (1 % of one core)
 """
@@ -183,7 +188,9 @@ def test_losses_and_what_is_not_known_are_said(tmp_path: Path) -> None:
     summary = summarise(record(tmp_path / "run-1", [target, again], frames))
     assert plain(summary).partition("\nlosses")[2] == (
         "    ring_full 1 201 (target 0 (pid 100): 1 200, target 0 (pid 101): 1)\n"
+        "            the agent was stopped or too slow; OTEL_DFLASH_RING_BYTES makes rings larger\n"
         "          stale 2 (target 0 (pid 100): 2)\n"
+        "            left open by an interrupt, or a step inside a step of the same worker\n"
         "          malformed 1 (target 0 (pid 100): 1)\n"
         "          the time of lost phases reads as other\n"
         "          1 record of no known worker, or unreadable\n"
@@ -224,7 +231,7 @@ def test_missing_frames_are_said(tmp_path: Path) -> None:
 
 def test_a_run_without_workers_is_said_plainly(tmp_path: Path) -> None:
     text = plain(summarise(record(tmp_path / "run-1", [], [])))
-    assert text.startswith("No worker recorded a step or a phase.\n\nrun        run-1 on node-a, 2026-01-01 12:00:00 UTC, 0 ns\n")
+    assert text.startswith(f"{NOTHING}\n\nrun        run-1 on node-a, 2026-01-01 12:00:00 UTC, 0 ns\n")
     assert text.endswith("\n\nlosses    no losses\nown cost  not known yet\n")
 
 
@@ -251,6 +258,7 @@ def account(
 
 
 FED = {"target": 5}
+NOTHING = "No worker recorded a phase: put `with worker.step():` around a turn of its loop, and phases inside."
 VERDICTS = {
     "slow target": (
         [account("target", i, busy=90, phases={"forward": 40, "pack_hidden": 48 if i == 1 else 20}) for i in range(5)]
@@ -319,7 +327,20 @@ VERDICTS = {
         "target 0 starved 10 % of its time.",
     ),
     "other trainers": ([account("rank", 0, busy=50, starved=50, gpu=False)], "rank 0 starved 50 % of its time."),
-    "nothing": ([], "No worker recorded a step or a phase."),
+    "a waiting role without a GPU, where those with one don't wait": (
+        [
+            account("target", 0, busy=23),
+            account("drafter", 0, busy=99, sources={"target": 10}),
+            account("postprocess", 0, busy=20, backpressured=79, gpu=False, sources={"target": 11}),
+        ],
+        "postprocess 0 backpressured 79 % of its time: drafter 0 is the bottleneck (busy 99 %).",
+    ),
+    "unnamed time": (
+        [account("target", 0, busy=23)],
+        "No role waits for more than 10 % of its time: target 0 busy 23 % and 77 % in no phase (name it: worker.phase).",
+    ),
+    "a worker that was never used": ([account("target", 0)], NOTHING),
+    "nothing": ([], NOTHING),
 }
 
 
@@ -350,7 +371,7 @@ def test_runs_are_listed_newest_first_with_what_cannot_be_read(tmp_path: Path) -
     ]
     assert (rows[3].run, (rows[3].problem or "").partition(": ")[0]) == ("broken", f"{tmp_path}/broken/run.json cannot be read")
     file = io.StringIO()
-    runs.render(rows, Console(file=file, width=50, force_terminal=False))
+    runs.render(rows, tmp_path, Console(file=file, width=50, force_terminal=False))
     lines = file.getvalue().splitlines()
     assert lines[0].split() == ["run", "started", "(UTC)", "duration", "workers", "records", "size", "state"]
     assert [line.split()[0] for line in lines[2:5]] == ["live", "empty", "old"]
@@ -360,8 +381,9 @@ def test_runs_are_listed_newest_first_with_what_cannot_be_read(tmp_path: Path) -
 
 def test_no_runs_says_how_to_make_one(tmp_path: Path) -> None:
     file = io.StringIO()
-    runs.render(runs.list_runs(tmp_path / "missing"), Console(file=file, width=20, force_terminal=False))
-    assert file.getvalue() == "no recordings; record one: otel-dflash run -- python train.py\n"
+    base = tmp_path / "missing"
+    runs.render(runs.list_runs(base), base, Console(file=file, width=20, force_terminal=False))
+    assert file.getvalue() == f"no recordings in {base}; record one: otel-dflash run -- python train.py\n"
 
 
 def test_units_read_well() -> None:

@@ -111,7 +111,7 @@ def test_disabled_runs_the_bare_command(environment: dict[str, str], tmp_path: P
     environment["OTEL_DFLASH_DISABLED"] = "true"
     environment["OTEL_EXPORTER_OTLP_HEADERS"] = "authorization=secret"
     code, out, err = completed((*RUN, "env"), environment, tmp_path)
-    assert (code, err) == (0, b"")
+    assert (code, err) == (0, b"otel-dflash: telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set\n")
     assert b"OTEL_DFLASH_SESSION" not in out
     assert b"authorization=secret" in out
     assert not (tmp_path / "runs").exists()

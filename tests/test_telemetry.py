@@ -120,7 +120,7 @@ def test_telemetry_that_is_off_is_used_as_any_other() -> None:
     [
         (
             {"OTEL_DFLASH_SESSION": "/nowhere/session"},
-            "no session at /nowhere/session ([Errno 2] No such file or directory: '/nowhere/session/session.json'); "
+            "no session at /nowhere/session ([Errno 2] No such file or directory: '/nowhere/session'); "
             "unset OTEL_DFLASH_SESSION to start a new one",
         ),
         (
@@ -163,7 +163,7 @@ print(telemetry.enabled, step.id)
 
 def test_a_worker_without_room_for_its_ring_records_nothing(session: Session) -> None:
     code, out, err = train(program=NO_ROOM)
-    warning = "otel_dflash: worker target 0 records nothing: no room for its ring ([Errno 27] File too large); training goes on\n"
+    warning = "otel_dflash: worker target 0 records nothing: it cannot have a ring ([Errno 27] File too large); training goes on\n"
     assert (code, out, err) == (0, "True 0\n", warning)
     assert list(session.path.glob("*ring-*")) == []
 

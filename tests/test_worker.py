@@ -330,5 +330,7 @@ def test_a_wrong_phase_is_said_at_once(memory: MemoryWorker, make: Callable[[Any
         with pytest.raises(ConfigError) as caught:
             make(worker)
         assert str(caught.value) == message
-    with pytest.raises(AttributeError, match=r"a worker has no 'encode'; a phase of your own is worker.phase"):
+    with pytest.raises(
+        AttributeError, match=r"a worker has no 'encode'; the usual phases are queue_get, .*; one of your own is worker\.phase\('encode'\)"
+    ):
         memory.worker.encode  # noqa: B018

@@ -37,6 +37,7 @@ from otel_dflash.records import (
     RECORD_BYTES,
     RECORD_WORDS,
     RECORDED_OFFSET,
+    SERIAL_MASK,
     SLOTS_OFFSET,
     WORD_BYTES,
     Counter,
@@ -94,13 +95,13 @@ class RingReader:
                 self.advance(self._records[position : position + count])
             self._visible = self.tail
 
-    def published(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """Return the records published from the tail on, up to the end of the lap."""
+    def published(self, over: bool = False) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Return the records published from the tail on, up to the end of the lap. `over`: their writer has stopped."""
         position = self.tail % len(self._records)
         lap = 1 + self.tail // len(self._records) % LAP_MASK
         ready = self._records[position:, 0] >> LAP_SHIFT == lap
         count = len(ready) if ready.all() else int(np.argmin(ready))
-        if not STORES_IN_ORDER:
+        if not STORES_IN_ORDER and not over:
             count, self._visible = max(0, min(count, self._visible - self.tail)), self.tail + count
         return self._records[position : position + count]
 
@@ -140,6 +141,8 @@ class RingReader:
         """Return what was going on, [[name id, start]] and [step id, start], given live words older than the last drain."""
         starts, step_id, step_start = live
         step = [step_id, step_start] if step_id > self.word(Header.RECORDED_STEP) else None
+        if self.word(Header.COUNTERS + Counter.DROPPED_RING_FULL) and self.word(Header.COUNTERS + Counter.STEPS) == step_id & SERIAL_MASK:
+            return [], None  # every step ended: what has no record found no room for it
         names = np.flatnonzero(starts > self._recorded)
         phases = [[int(name), int(starts[name])] for name in names]
         if step:
@@ -245,7 +248,7 @@ class Drain:
         taken = 0
         more = True
         while more:
-            records = ring.published()[:FRAME_RECORDS_MAX]
+            records = ring.published(over)[:FRAME_RECORDS_MAX]
             self._take_names(ring, now)
             if len(records):
                 self._append(FrameKind.RECORDS, ring.id, ring.tail, len(records), records.tobytes(), now)

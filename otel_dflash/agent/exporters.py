@@ -57,6 +57,7 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None
     if headers:
         before = environ.get(_HEADERS, "")
         environ[_HEADERS] = f"{before},{headers}" if before else headers  # of one name the last value counts
+    environ.setdefault("GRPC_VERBOSITY", "NONE")  # the reason of a failed export comes with it; gRPC's own log is noise
     if any(environ.get(name) for name in _CERTIFICATES):
         for name in _CA_BUNDLES:  # requests prefers them to the certificate that was set for OTLP
             environ.pop(name, None)

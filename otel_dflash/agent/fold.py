@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otel_dflash.agent.catalog import Catalog, RingNames
+from otel_dflash.agent.coverage import PENDING_MAX, Coverage
 from otel_dflash.agent.frames import Frame, FrameKind
 from otel_dflash.agent.histogram import Histogram, group
 from otel_dflash.records import (
@@ -42,7 +43,6 @@ from otel_dflash.records import (
 )
 from otel_dflash.semconv import DROP_MALFORMED, DROP_NOT_RECORDED
 
-PENDING_MAX: Final = 256  # top-level phases since the last step that a later phase may still enclose
 SOURCES_MAX: Final = 1024  # distinct rings whose items a worker consumed, counted apart
 _FUTURE_NS_MAX: Final = 60_000_000_000  # a record that ends later than this after its frame was written is torn
 _DURATION_NS_MAX: Final = 1 << 53  # 104 days
@@ -50,61 +50,6 @@ _DURATION_NS_MAX: Final = 1 << 53  # 104 days
 _KEY_MASK: Final = np.uint64((1 << (KIND_SHIFT + 8)) - 1)  # kind, name, error: all of word 0 but the lap
 _STEP_MASK: Final = np.uint64((KIND_MASK << KIND_SHIFT) | ERROR_MASK)  # a step's name is its thread
 _SNAPSHOT_VERSION: Final = 1
-
-
-@dataclass(slots=True)
-class Coverage:
-    """Which part of a ring's time lies in phases: all up to `floor_ns` is settled, `pending` are disjoint intervals after it."""
-
-    floor_ns: int
-    covered_ns: int = 0
-    pending: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def reached_ns(self) -> int:
-        """Return the end of the newest interval: a phase that starts before it may enclose others."""
-        return self.pending[-1][1] if self.pending else self.floor_ns
-
-    @property
-    def settled_ns(self) -> int:
-        """Return how much of the time up to `floor_ns` lies in phases."""
-        return self.covered_ns - sum(end - start for start, end in self.pending)
-
-    def cover(self, start_ns: int, end_ns: int) -> int:
-        """Take one phase; return its self time: what no phase before it covered."""
-        later = []  # a signal handler's phases lie between this one's end and its record
-        while self.pending and self.pending[-1][0] >= end_ns:
-            later.append(self.pending.pop())
-        start = max(start_ns, self.floor_ns)
-        enclosed_ns = 0
-        while self.pending and self.pending[-1][0] >= start:
-            inner = self.pending.pop()
-            enclosed_ns += inner[1] - inner[0]
-            end_ns = max(end_ns, inner[1])
-        start = max(start, self.reached_ns)
-        own_ns = max(end_ns - start, 0) - enclosed_ns
-        if end_ns > start:
-            self.pending.append((start, end_ns))
-            self.covered_ns += own_ns
-        self.pending.extend(reversed(later))
-        self._limit()
-        return own_ns
-
-    def append(self, intervals: Sequence[tuple[int, int]], length_ns: int) -> None:
-        """Take disjoint phases that all start after `reached_ns`; `length_ns` is the sum of those given and of any left out."""
-        self.pending.extend(intervals)
-        self.covered_ns += length_ns
-        self._limit()
-
-    def settle(self, end_ns: int) -> None:
-        """Take the end of a step: nothing recorded later starts before it."""
-        self.floor_ns = max(self.reached_ns, end_ns)
-        self.pending.clear()
-
-    def _limit(self) -> None:
-        if len(self.pending) > PENDING_MAX:
-            self.floor_ns = self.pending[-PENDING_MAX - 1][1]
-            del self.pending[:-PENDING_MAX]
 
 
 @dataclass(slots=True)
@@ -121,8 +66,7 @@ class RingTotals:
     not_recorded: int = 0  # sequence numbers that the recording lacks
     steps: int = 0  # STEP records ...
     tokens: int = 0  # ... and their tokens; the ring's own counters know also those whose record was dropped
-    fill: float = 0.0  # at the newest drain ...
-    fill_max: float = 0.0  # ... and ever
+    fill: float = 0.0  # at the newest drain
     closed: dict[str, Any] | None = None  # the CLOSED frame's payload
     counters: list[int] = field(default_factory=lambda: [0] * len(Counter))
     durations: dict[int, Histogram] = field(default_factory=dict)
@@ -224,14 +168,10 @@ class Fold:
         try:
             if frame.kind == FrameKind.AGENT:
                 self._take_agent(frame)
-            elif frame.kind in (FrameKind.NAMES, FrameKind.RECORDS, FrameKind.COUNTERS, FrameKind.CLOSED):
-                ring = self._ring(frame.ring)
-                if frame.kind == FrameKind.RECORDS:
-                    _take_records(ring, frame)
-                elif frame.kind == FrameKind.COUNTERS:
-                    _take_counters(ring, frame)
-                elif frame.kind == FrameKind.CLOSED:
-                    _take_closed(ring, frame)
+            elif frame.kind == FrameKind.NAMES:
+                self._ring(frame.ring)
+            elif take := _TAKE.get(frame.kind):
+                take(self._ring(frame.ring), frame)
         except (ValueError, LookupError, TypeError, AttributeError):
             self.malformed += max(1, frame.count)
 
@@ -250,6 +190,14 @@ class Fold:
                 self.add(frame)
         for together in waiting.values():
             self._add_records(together)
+
+    def workers(self) -> dict[tuple[int, str, int], list[tuple[RingTotals, RingNames]]]:
+        """Return the rings of each worker by (pid, role, index): one that was made again has several."""
+        found: dict[tuple[int, str, int], list[tuple[RingTotals, RingNames]]] = {}
+        for ring, totals in self.rings.items():
+            worker = self.catalog[ring].worker
+            found.setdefault((worker.pid, worker.role, worker.index), []).append((totals, self.catalog[ring]))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return an exact snapshot, ready for JSON."""
@@ -295,7 +243,6 @@ class Fold:
         self.agent.take(said["cpu_ns"], said["wall_offset_ns"], said["cost_ns"])
         for ring, totals in self.rings.items():
             totals.fill = float(said["fill"].get(str(ring), 0.0))
-            totals.fill_max = max(totals.fill_max, totals.fill)
 
 
 def _take_counters(totals: RingTotals, frame: Frame) -> None:
@@ -396,3 +343,6 @@ def _account_nested(totals: RingTotals, keys: NDArray[np.uint64], starts: NDArra
 
 def _add_self(totals: RingTotals, name_id: int, own_ns: int) -> None:
     totals.self_ns[name_id] = totals.self_ns.get(name_id, 0) + own_ns
+
+
+_TAKE: Final = {FrameKind.RECORDS: _take_records, FrameKind.COUNTERS: _take_counters, FrameKind.CLOSED: _take_closed}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from otel_dflash.records import CONTEXT_ROOT_SHIFT, CONTEXT_STEP_SHIFT, WORD_MASK
+from otel_dflash.records import WORD_MASK
 
 # Fixed for ever: other processes, hosts and versions compute the same ids. The first hex digits of pi after the point.
 _KEY_A: Final = 0x243F6A8885A308D3
@@ -57,8 +57,3 @@ def lone_trace_id(key: int, sequence: int) -> int:
     """Return the 128-bit trace id of a phase record that belongs to no step."""
     word = (key + sequence) & WORD_MASK
     return (mix(word ^ _KEY_F) << 64 | mix(word ^ _KEY_G)) or 1
-
-
-def context_ids(context: int) -> tuple[int, int]:
-    """Return (trace id, span id of the producing step) of a context, the int of 24 bytes that crosses queues."""
-    return trace_id(context >> CONTEXT_ROOT_SHIFT), step_span_id(context >> CONTEXT_STEP_SHIFT & WORD_MASK)

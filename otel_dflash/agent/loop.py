@@ -17,7 +17,16 @@ from otel_dflash.agent.drain import Drain
 from otel_dflash.agent.frames import FrameKind
 from otel_dflash.agent.recording import RecordingWriter, RunInfo, create_recording, write_atomically
 from otel_dflash.config import AgentConfig, ConfigError
-from otel_dflash.session import LOCK_FILE, SESSION_FILE, Session, living_processes, open_session, remove_session
+from otel_dflash.session import (
+    AGENT_EXIT_INCOMPLETE,
+    LOCK_FILE,
+    SESSION_FILE,
+    Session,
+    end_session,
+    living_processes,
+    open_session,
+    remove_session,
+)
 from otel_dflash.version import __version__
 
 AGENT_INTERVAL_S: Final = 1.0
@@ -25,7 +34,7 @@ DELIVERY_FILE: Final = "delivery.json"
 
 
 def main(session_directory: Path) -> int:
-    """Serve a session to its end; return the exit code. At once 0 when the session has an agent.
+    """Serve a session to its end, and exit; AGENT_EXIT_INCOMPLETE where frames were lost. At once 0 when the session has an agent.
 
     Raises:
         ConfigError: There is no such session, or a setting cannot work.
@@ -41,8 +50,8 @@ def main(session_directory: Path) -> int:
     # What ends every process of a job must not end the agent before them; SIGKILL may: a kill at any moment loses nothing.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    Agent(session, config).run()
-    os._exit(0)  # an exporter may hang in a call that nothing can end
+    is_whole = Agent(session, config).run()
+    os._exit(0 if is_whole else AGENT_EXIT_INCOMPLETE)  # an exporter may hang in a call that nothing can end
 
 
 class Agent:
@@ -67,13 +76,13 @@ class Agent:
         self._drain = Drain(session, self._recording, say)
         self._delivery = Delivery(session.recording, config, self._recording)
 
-    def run(self) -> None:
-        """Serve until nobody writes; then flush what can be flushed in time."""
+    def run(self) -> bool:
+        """Serve until nobody writes; then flush what can be flushed in time. Return whether all is in the recording."""
         self._delivery.start()
         next_figures = 0.0
         over = False
         while not over:
-            over = not self._is_needed()  # before the last look at the rings
+            over = not self._is_needed() and end_session(self._session)  # before the last look at the rings
             self._drain.poll()
             if over or time.monotonic() >= next_figures:
                 next_figures = time.monotonic() + AGENT_INTERVAL_S
@@ -83,6 +92,7 @@ class Agent:
         self._delivery.finish(self._config.exit_timeout_s)
         self._recording.close()
         remove_session(self._session)
+        return not self._recording.lost_frames
 
     def _is_needed(self) -> bool:
         """Return whether anybody may still write. Without its directory nobody can join, but the rings held here stay in memory."""
@@ -135,7 +145,8 @@ class Delivery:
         for sink in sinks:
             sink.finish()
         for sink in sinks:
-            sink.done.wait(max(0.0, deadline - time.monotonic()))
+            if sink.is_alive():
+                sink.join(max(0.0, deadline - time.monotonic()))
         states = {signal_name: self._state(group) for signal_name, group in self._sinks.items() if group or self._failure}
         lost, removed = self._recording.lost_frames, self._recording.removed_segments
         if lost or removed:
@@ -156,11 +167,11 @@ class Delivery:
             self._noise = NoiseFilter(sys.stderr)
             self._noise.__enter__()
             for name, span_exporter in span_exporters().items():
-                self._sinks["spans"].append(SpanSink(name, span_exporter, self._directory, self._recording))
+                self._sinks["spans"].append(SpanSink(name, span_exporter, self._directory, self._recording, reasons=self._noise.reasons))
             for name, metric_exporter in metric_exporters().items():
                 interval_ns = self._config.metric_interval_ns
-                sink = MetricSink(name, metric_exporter, self._directory, interval_ns, self._recording, lags=self._lags)
-                self._sinks["metrics"].append(sink)
+                told = {"lags": self._lags, "reasons": self._noise.reasons}
+                self._sinks["metrics"].append(MetricSink(name, metric_exporter, self._directory, interval_ns, self._recording, **told))
         except Exception as error:  # noqa: BLE001  the recording goes on; what cannot be sent now can be replayed
             self._failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             say(f"not everything is exported: {self._failure}")
@@ -170,16 +181,16 @@ class Delivery:
 
     def _lags(self) -> dict[str, float]:
         now = time.monotonic_ns()
-        return {
-            name: max(0, now - sink.newest_ns) / 1e9 for name, group in self._sinks.items() for sink in group if sink.newest_ns is not None
-        }
+        ages = {name: [now - sink.newest_ns for sink in group if sink.newest_ns is not None] for name, group in self._sinks.items()}
+        return {name: max(0, *ages_ns) / 1e9 for name, ages_ns in ages.items() if ages_ns}
 
     def _state(self, group: list[Any]) -> dict[str, Any]:
         delivered = bool(group) and all(sink.done.is_set() for sink in group) and not self._failure
-        reasons = [self._failure, *(sink.failure or self._noise.reasons.get(sink.name) for sink in group if sink.is_failing)]
+        reasons = [self._failure, *(sink.reason for sink in group if not sink.done.is_set())]
         return {
             "delivered": delivered,
             "failures": sum(sink.failures for sink in group),
+            "unusable_records": sum(sink.unusable_records for sink in group),
             "pending": sum(self._recording.next_number - sink.position for sink in group if not sink.done.is_set()),
             "reason": None if delivered else next(filter(None, reasons), "the time to flush was up"),
         }

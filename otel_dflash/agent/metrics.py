@@ -29,10 +29,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from otel_dflash import semconv
-from otel_dflash.agent.catalog import Catalog, RingNames
+from otel_dflash.agent.catalog import RingNames
 from otel_dflash.agent.fold import Fold, RingTotals
 from otel_dflash.agent.histogram import NS_PER_S, SCALE, Histogram
 from otel_dflash.agent.recording import RunInfo
+from otel_dflash.agent.resources import Resources
 from otel_dflash.records import Kind, State
 
 _UNKNOWN_SERVICE: Final = "unknown_service"  # what the SDK says when nobody named the service
@@ -78,49 +79,34 @@ class _Points:
         )
 
 
-def metrics_data(fold: Fold, info: RunInfo, catalog: Catalog, time_ns: int, lags: Mapping[str, float]) -> MetricsData:
+def metrics_data(fold: Fold, info: RunInfo, time_ns: int, lags: Mapping[str, float]) -> MetricsData:
     """Return one cumulative point of every series.
 
     Args:
         fold: The totals.
         info: The recording's run.
-        catalog: Names of the rings in `fold`.
         time_ns: End of the interval the points stand for, monotonic.
         lags: Sink -> seconds it is behind.
     """
     points = _Points(info.wall_ns(time_ns))
+    resources = Resources(info)
     scope = InstrumentationScope(semconv.SCOPE_NAME, info.version)
     resource_metrics = []
-    for pid, workers in sorted(_processes(fold, info, catalog).items()):
-        resource = _resource(info, f"{info.run}-{info.host}-{pid}", {semconv.PROCESS_PID: pid})
-        resource_metrics.append(_resource_metrics(resource, scope, _worker_metrics(points, workers, fold.agent.cost_ns)))
-    resource = _resource(info, f"{info.run}-{info.host}-agent", {})
+    for pid, workers in sorted(_processes(fold, info).items()):
+        resource_metrics.append(_resource_metrics(resources.for_process(pid), scope, _worker_metrics(points, workers, fold.agent.cost_ns)))
     agent_metrics = _agent_metrics(points, fold, info.created_ns, lags)
     if agent_metrics:
-        resource_metrics.append(_resource_metrics(resource, scope, agent_metrics))
+        resource_metrics.append(_resource_metrics(resources.for_agent(), scope, agent_metrics))
     return MetricsData(resource_metrics)
 
 
-def _processes(fold: Fold, info: RunInfo, catalog: Catalog) -> dict[int, list[_Worker]]:
-    found: dict[tuple[int, str, int], list[tuple[RingTotals, RingNames]]] = {}
-    for ring, totals in fold.rings.items():
-        worker = catalog[ring].worker
-        found.setdefault((worker.pid, worker.role, worker.index), []).append((totals, catalog[ring]))
+def _processes(fold: Fold, info: RunInfo) -> dict[int, list[_Worker]]:
     processes: dict[int, list[_Worker]] = {}
-    for (pid, role, index), rings in sorted(found.items(), key=lambda item: item[0]):
+    for (pid, role, index), rings in sorted(fold.workers().items(), key=lambda item: item[0]):
         attributes: _Attributes = {semconv.WORKER_ROLE: role, semconv.WORKER_ID: str(index)}
         start_ns = info.wall_ns(min(totals.created_ns for totals, _ in rings))
         processes.setdefault(pid, []).append(_Worker(attributes, start_ns, rings))
     return processes
-
-
-def _resource(info: RunInfo, instance: str, attributes: _Attributes) -> Resource:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are read by the SDK; what identifies the series is ours."""
-    ours = {semconv.SERVICE_INSTANCE_ID: instance, semconv.HOST_NAME: info.host, semconv.RUN_ID: info.run, **attributes}
-    resource = Resource.create(ours)
-    if str(resource.attributes[semconv.SERVICE_NAME]).startswith(_UNKNOWN_SERVICE):
-        resource = resource.merge(Resource({semconv.SERVICE_NAME: semconv.DEFAULT_SERVICE_NAME}))
-    return resource
 
 
 def _resource_metrics(resource: Resource, scope: InstrumentationScope, metrics: list[Metric]) -> ResourceMetrics:

@@ -25,6 +25,13 @@ _REASONS: Final = (
 _NO_ANSWER: Final = "due to timeout, max retries or shutdown"  # all that the HTTP exporter says of a server that is silent
 _WITHOUT_REASON: Final = (_NO_ANSWER, "Shutdown in progress", "already shutdown")
 _CAUSE: Final = re.compile(r".*Caused by (\w+)\(.*?(?:: |, [\"'])(.*?)[\"']?\)\)")
+# What a mistake in the endpoint looks like from the inside, and what mends it.
+_HINTS: Final = (
+    ("Failed parsing HTTP/2", "that port does not speak gRPC; try --protocol http/protobuf"),
+    ("BadStatusLine", "that port does not speak HTTP/1; try --protocol grpc"),
+    ("Not Found", "nothing takes OTLP at that path; give the base URL, without /v1/traces"),
+    ("WRONG_VERSION_NUMBER", "that port does not speak TLS; begin the URL with http://"),
+)
 _LAST_ERROR: Final = re.compile(r".*last error: (?:\w+: )?(.*)")
 
 
@@ -111,11 +118,12 @@ def reason_of(text: str) -> str | None:
 
 
 def _short(text: str) -> str:
+    hint = next((f" ({remedy})" for sign, remedy in _HINTS if sign in text), "")
     for pattern in (_CAUSE, _LAST_ERROR):
         match = pattern.fullmatch(text)
         if match:
             text = ": ".join(match.groups())
-    return text[:_TEXT_MAX]
+    return text[:_TEXT_MAX] + hint
 
 
 def _message(text: str, reason: str | None) -> str:

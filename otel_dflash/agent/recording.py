@@ -15,6 +15,7 @@ room, frames go to memory alone: the newest ones are there for live readers eith
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields
@@ -286,9 +287,10 @@ class RecordingWriter:
 
     def close(self) -> None:
         """Close the segment; everything appended is with the kernel already."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # a network file system may say only now what it did not write
+                os.close(fd)
 
     def _write(self, frame: Frame, time_ns: int) -> bool:
         """Write a frame whole or not at all. A segment that lacks one ends: names may be lost with it, and the next repeats them."""
@@ -297,11 +299,13 @@ class RecordingWriter:
         data = frame.encode()
         try:
             _write_all(self._fd, data)
-        except OSError:  # disk full: counted here, said by the drain
-            os.ftruncate(self._fd, self._size)  # a short write before ENOSPC must not look like a torn end
+        except OSError:  # disk full, or gone: counted here, said by the drain
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)  # a short write before ENOSPC must not look like a torn end
             self.close()
             if self._size == self._head_bytes:
-                segment_path(self.directory, self._first).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    segment_path(self.directory, self._first).unlink()
             self._retry_ns = time_ns + RETRY_NS
             return False
         self._size += len(data)
@@ -356,9 +360,10 @@ class RecordingWriter:
             draft.replace(segment_path(self.directory, self._next_number))  # a reader never sees a half-made segment
         except OSError:  # an open segment goes on
             self._retry_ns = time_ns + RETRY_NS
-            if fd >= 0:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-                draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             return
         self.close()
         self._fd, self._first, self._size, self._head_bytes = fd, self._next_number, len(data), len(data)

@@ -7,21 +7,21 @@ attributes keep one order. Monotonic ns become wall ns here and nowhere else.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.sdk.version import __version__ as sdk_version
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from otel_dflash import semconv
 from otel_dflash.agent import identity
-from otel_dflash.agent.attributes import Attributes, AttributeValue, encoded_bytes, item_attributes, step_attributes, user_attributes
+from otel_dflash.agent.attributes import Attributes, encoded_bytes, item_attributes, step_attributes, user_attributes
 from otel_dflash.agent.catalog import Catalog, RingNames, WorkerInfo
 from otel_dflash.agent.frames import Frame
 from otel_dflash.agent.recording import RunInfo
+from otel_dflash.agent.resources import Resources
 from otel_dflash.agent.steps import CompletedStep, Phase, StepAssembler
 from otel_dflash.records import ERROR_MASK, OTHER_NAME
 
@@ -42,17 +42,6 @@ class ReplayedSpan(ReadableSpan):
 
     encoded_bytes: int = 0
     """Upper estimate of the span's size in OTLP, without its resource."""
-
-
-class _HashedResource(Resource):
-    """A Resource that hashes once: encoders hash the resource of every span, and Resource.__hash__ runs json.dumps each time."""
-
-    def __init__(self, attributes: Mapping[str, AttributeValue]) -> None:
-        super().__init__(attributes)
-        self._hash = super().__hash__()
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 class _PhaseShape(NamedTuple):
@@ -128,10 +117,9 @@ class SpanReplay:
         self._wall_offset_ns = info.wall_ns(0)
         self._assembler = StepAssembler()
         self._rings: dict[int, _RingShape] = {}
-        self._resources: dict[tuple[str, int], Resource] = {}
+        self._resources = Resources(info)
+        self._roles: dict[tuple[str, int], Resource] = {}
         self._scope = InstrumentationScope(semconv.SCOPE_NAME, info.version)
-        detected = OTELResourceDetector().detect().attributes  # OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES
-        self._environment: Attributes = {key: value for key, value in detected.items() if isinstance(value, str)}
 
     @property
     def unusable_records(self) -> int:
@@ -267,23 +255,9 @@ class SpanReplay:
         return ring
 
     def _resource(self, role: str, pid: int) -> Resource:
-        """Return the resource of a role in a process: ours for the names listed here, the user's for all others."""
-        resource = self._resources.get((role, pid))
+        resource = self._roles.get((role, pid))
         if resource is None:
-            service = self._environment.get(semconv.SERVICE_NAME) or semconv.DEFAULT_SERVICE_NAME
-            attributes: Attributes = {
-                "telemetry.sdk.language": "python",
-                "telemetry.sdk.name": "opentelemetry",
-                "telemetry.sdk.version": sdk_version,
-                **self._environment,
-                semconv.SERVICE_NAME: f"{service}-{role}",
-                semconv.SERVICE_NAMESPACE: service,
-                semconv.SERVICE_INSTANCE_ID: f"{self._info.run}-{self._info.host}-{pid}",
-                semconv.HOST_NAME: self._info.host,
-                semconv.PROCESS_PID: pid,
-                semconv.RUN_ID: self._info.run,
-            }
-            resource = self._resources[role, pid] = _HashedResource(attributes)
+            resource = self._roles[role, pid] = self._resources.for_role(role, pid)
         return resource
 
 

@@ -33,9 +33,12 @@ def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
     prepare_environment()
     interval_ns = AgentConfig.from_environment().metric_interval_ns
     with NoiseFilter(sys.stderr) as noise:
-        span_sinks = [SpanSink(name, exporter, directory, keep_cursor=False) for name, exporter in span_exporters().items()]
+        span_sinks = [
+            SpanSink(name, exporter, directory, keep_cursor=False, reasons=noise.reasons) for name, exporter in span_exporters().items()
+        ]
         metric_sinks = [
-            MetricSink(name, exporter, directory, interval_ns, keep_cursor=False) for name, exporter in metric_exporters().items()
+            MetricSink(name, exporter, directory, interval_ns, keep_cursor=False, reasons=noise.reasons)
+            for name, exporter in metric_exporters().items()
         ]
         if not span_sinks and not metric_sinks:
             raise ConfigError("no exporter is configured; say --endpoint URL, or set OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -47,7 +50,7 @@ def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
             while sink.is_alive() and time.monotonic() < deadline:
                 sink.join(max(0.0, deadline - time.monotonic()))
         delivered = all(sink.done.is_set() for sink in sinks)
-        reasons = [*(sink.failure or noise.reasons.get(sink.name) for sink in sinks if sink.is_failing), f"not done within {timeout_s:g} s"]
+        reasons = [*(sink.reason for sink in sinks if not sink.done.is_set()), f"not done within {timeout_s:g} s"]
         return ReplayResult(
             spans=max((sink.delivered for sink in span_sinks), default=0),
             points=max((sink.delivered for sink in metric_sinks), default=0),

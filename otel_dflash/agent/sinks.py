@@ -35,8 +35,8 @@ BACKOFF_S: Final = (0.2, 5.0)
 class Sink(threading.Thread):
     """One exporter's way through the recording. `finish` once nothing more is appended; `done` is set when all is delivered."""
 
-    def __init__(self, name: str, directory: Path, live: RecordingWriter | None, keep_cursor: bool) -> None:
-        """Go on where the cursor file says, or from the start."""
+    def __init__(self, name: str, directory: Path, live: RecordingWriter | None, keep_cursor: bool, reasons: dict[str, str]) -> None:
+        """Go on where the cursor file says, or from the start. `reasons`: by thread, why the SDK says an export failed (noise.py)."""
         super().__init__(name=f"sink {name}", daemon=True)
         self._cursor_path = directory / f"cursor-{name}.json" if keep_cursor else None
         self._cursor: dict[str, Any] = read_cursor(self._cursor_path) if self._cursor_path else {}
@@ -45,13 +45,22 @@ class Sink(threading.Thread):
         self.failures = 0  # exports that raised or were not taken
         self.position = int(self._cursor.get("position", 0))  # all frames before it are delivered
         self.newest_ns: int | None = None  # monotonic time of the newest record delivered
-        self.is_failing = False  # the newest export was not taken
-        self.failure: str | None = None
-        """Why nothing is delivered, one line, where that is not in the SDK's log."""
+        self._failure: str | None = None
+        self._reasons = reasons
         self._finishing = threading.Event()
         self._live = live
         self._said: set[str] = set()
         self.reader = RecordingReader(directory, self.position, live)
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the newest export failed, one line; None when it didn't, or nobody said."""
+        return self._failure or self._reasons.get(self.name)
+
+    @property
+    def unusable_records(self) -> int:
+        """Return how many records this sink can show in no way."""
+        return 0
 
     def finish(self) -> None:
         """Say that the recording is complete."""
@@ -65,7 +74,7 @@ class Sink(threading.Thread):
             self.deliver()
             self.done.set()
         except Exception as error:  # noqa: BLE001
-            self.is_failing, self.failure = True, f"{type(error).__name__}: {error}"
+            self._failure = describe(error)
             traceback.print_exc(file=sys.stderr)
 
     def deliver(self) -> None:
@@ -108,13 +117,13 @@ class Sink(threading.Thread):
         while True:
             try:
                 if export():
-                    self.is_failing, self.failure = False, None
+                    self._failure = None
+                    self._reasons.pop(self.name, None)
                     return
             except Exception as error:  # noqa: BLE001  a plugin may raise anything
-                self.failure = describe(error)
-                self._say(type(error).__name__, f"{self.name}: export raised {self.failure}; it is tried again")
+                self._failure = describe(error)
+                self._say(type(error).__name__, f"{self.name}: export raised {self._failure}; it is tried again")
             self.failures += 1
-            self.is_failing = True
             if self._finishing.is_set():
                 time.sleep(BACKOFF_S[0])
             elif self._finishing.wait(pause):  # the last chance is now
@@ -131,9 +140,17 @@ class Sink(threading.Thread):
 class SpanSink(Sink):
     """Spans, in the order of the recording."""
 
-    def __init__(self, name: str, exporter: SpanExporter, directory: Path, live: RecordingWriter | None = None, keep_cursor: bool = True):
+    def __init__(
+        self,
+        name: str,
+        exporter: SpanExporter,
+        directory: Path,
+        live: RecordingWriter | None = None,
+        keep_cursor: bool = True,
+        reasons: dict[str, str] | None = None,
+    ) -> None:
         """See Sink; the name tells the cursors of several exporters apart."""
-        super().__init__(f"spans-{name}", directory, live, keep_cursor)
+        super().__init__(f"spans-{name}", directory, live, keep_cursor, {} if reasons is None else reasons)
         self._exporter = exporter
         try:
             self._replay = self._resumed_replay()
@@ -141,6 +158,11 @@ class SpanSink(Sink):
             self.start_over(error)
             self._replay = self._resumed_replay()
         self._skip: int = self._cursor.get("delivered", 0)  # spans from the position on that the cursor says were sent
+
+    @property
+    def unusable_records(self) -> int:
+        """Return how many records no span can show: malformed, of a step that went out before, or beyond what is held of one."""
+        return self._replay.unusable_records
 
     def _resumed_replay(self) -> SpanReplay:
         replay = SpanReplay(self.reader.info, self.reader.catalog)
@@ -200,9 +222,10 @@ class MetricSink(Sink):
         live: RecordingWriter | None = None,
         keep_cursor: bool = True,
         lags: Callable[[], Mapping[str, float]] = dict,
+        reasons: dict[str, str] | None = None,
     ) -> None:
         """See Sink; `interval_ns` is the recorded time between two points, `lags` the age of what each sink delivered last."""
-        super().__init__(f"metrics-{name}", directory, live, keep_cursor)
+        super().__init__(f"metrics-{name}", directory, live, keep_cursor, {} if reasons is None else reasons)
         self._exporter = exporter
         self._interval_ns = interval_ns
         self._lags = lags
@@ -239,7 +262,7 @@ class MetricSink(Sink):
         return start_ns + ((time_ns - start_ns) // self._interval_ns + 1) * self._interval_ns
 
     def _send(self, time_ns: int, position: int, newest_ns: int) -> None:
-        data = metrics_data(self._fold, self.reader.info, self.reader.catalog, time_ns, self._lags())
+        data = metrics_data(self._fold, self.reader.info, time_ns, self._lags())
         self.until_it_succeeds(lambda: self._exporter.export(data) is MetricExportResult.SUCCESS)
         self.delivered += 1
         self.newest_ns = newest_ns

@@ -87,7 +87,7 @@ class StepAssembler:
     def __init__(self) -> None:
         self._rings: dict[int, _Ring] = {}
         self.unusable_records = 0
-        """Records that no span can show: of an unknown kind, beyond HELD_MAX in one step, or of a step that already went out."""
+        """Records that no span can show: malformed, of an unknown kind, beyond HELD_MAX in one step, or of a step that already went out."""
 
     def add(self, frame: Frame) -> list[CompletedStep]:
         """Return the steps that `frame` completes; frames of other kinds complete none."""
@@ -127,6 +127,9 @@ class StepAssembler:
         for sequence, words in enumerate(_SLOT.iter_unpack(frame.payload), frame.first):
             step = words[3]
             kind = words[0] >> KIND_SHIFT & KIND_MASK
+            if kind <= Kind.STEP and words[2] < words[1]:  # ends before it starts: the fold leaves it out too
+                self.unusable_records += 1
+                continue
             if held is None or step != held.step:
                 if step <= state.newest or step == ring:
                     self._add_stepless(completed, ring, step, kind, sequence, words)

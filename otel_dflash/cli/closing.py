@@ -68,11 +68,12 @@ def has_workers(recording: Path) -> bool:
 def _print_summary(recording: Path) -> None:
     from rich.console import Console
 
-    from otel_dflash.views import summary
+    from otel_dflash.views.render import render
+    from otel_dflash.views.summary import summarise
 
     render_to = Console(stderr=True)
     render_to.print()
-    summary.render(summary.summarise(recording), render_to)
+    render(summarise(recording), render_to)
 
 
 def _say_nothing_recorded(outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,9 @@ class CommandsInOrder(click.Group):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: print() would take the other one, and our lines are not the command's output
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     from otel_dflash.agent.recording import RecordingError
     from otel_dflash.cli.supervise import CommandError
 
@@ -83,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @click.group(
     cls=CommandsInOrder, context_settings=CONTEXT, invoke_without_command=True, epilog="Start here:  otel-dflash run -- python train.py"
 )
+@click.version_option(__version__, prog_name="otel-dflash", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """See why the GPUs of a DFlash training run are idle, at no cost to the run.
@@ -171,7 +176,7 @@ def runs_command(directory: Path | None) -> int:
 
     leftovers.finish(wait=True)
     base = directory.absolute() if directory else config.recordings_directory()
-    runs.render(runs.list_runs(base), Console())
+    runs.render(runs.list_runs(base), base, Console())
     return EXIT_OK
 
 
@@ -192,10 +197,11 @@ def summary_command(run: str, directory: Path | None) -> int:
     from rich.console import Console
 
     from otel_dflash.cli import leftovers
-    from otel_dflash.views import summary
+    from otel_dflash.views.render import render
+    from otel_dflash.views.summary import summarise
 
     leftovers.finish(wait=True)
-    summary.render(summary.summarise(find_recording(run, directory)), Console())
+    render(summarise(find_recording(run, directory)), Console())
     return EXIT_OK
 
 
@@ -231,10 +237,35 @@ def replay_command(run: str, endpoint: str | None, protocol: str | None, directo
     from otel_dflash.agent.replay_run import replay
 
     result = replay(recording, timeout_s=timeout_s)
-    sent = f"{result.spans} spans, and metrics {result.points} times"
+    sent = f"{result.spans} spans and {result.points} points of each metric series"
     if not result.delivered:
         raise click.ClickException(f"sent {sent}, not all of {recording.name}: {result.reason}; replay it again, its ids stay the same")
     click.echo(f"sent all of {recording.name}: {sent}")
+    return EXIT_OK
+
+
+@cli.command("detail", short_help="Change what is captured while a run goes on.")
+@click.argument("level", type=click.Choice(["off", "steps", "phases"]))
+@click.option("--run", "run", metavar="ID", help="The run, or the beginning of its id.  [default: every run of yours that goes on here]")
+def detail_command(level: str, run: str | None) -> int:
+    """Change what the workers of a run capture, from their next step on: nothing, steps, or steps and phases (as at the start).
+
+    \b
+    Examples:
+      otel-dflash detail steps
+      otel-dflash detail phases --run night-7
+    """
+    from otel_dflash import session
+
+    words = {"off": session.DETAIL_OFF, "steps": session.DETAIL_STEPS, "phases": session.DETAIL_PHASES}
+    found = [one for one in session.running_sessions() if run is None or one.run_id.startswith(run)]
+    if not found:
+        raise click.ClickException(
+            f"no run {run!r} goes on here" if run else "no run goes on here; start one: otel-dflash run -- python train.py"
+        )
+    for one in found:
+        session.map_control(one)[0] = words[level]
+        click.echo(f"{one.run_id}: {level}")
     return EXIT_OK
 
 
@@ -315,5 +346,6 @@ def _installed_version(distribution: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"otel-dflash: {message}", err=True)
+    with suppress(OSError):  # the exit code says it too
+        click.echo(f"otel-dflash: {message}", err=True)
     return code

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -31,7 +32,7 @@ ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
 SIGNAL_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 SIGNAL_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")
-HEADER_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_METRICS_HEADERS")
+HEADER_VARIABLE: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?HEADERS")
 EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE)
 
 FORWARDED: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
@@ -91,9 +92,11 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     """
     path = find_command(options.command)
     if config.is_disabled():
+        _say("telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set")
         _replace_process(path, options.command)
     agent_environment = with_endpoint(os.environ, options.endpoint, options.protocol)
     validate(agent_environment)
+    config.ring_bytes()
     exit_wait_s = config.AgentConfig.from_environment().exit_timeout_s + AGENT_GRACE_S
     joined = session.create_session(options.run_id, options.directory)
     membership = session.register_process(joined)
@@ -144,7 +147,13 @@ def find_command(command: tuple[str, ...]) -> str:
 
 
 def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol: str | None) -> dict[str, str]:
-    """Return the agent's environment: the user's, with the flags over it, also over the variables of one signal."""
+    """Return the agent's environment: the user's, with the flags over it, also over the variables of one signal.
+
+    Raises:
+        ConfigError: The endpoint has no scheme.
+    """
+    if endpoint is not None and "://" not in endpoint:  # the SDK would take it for TLS
+        raise ConfigError(f"the endpoint has no scheme, got {endpoint!r}; try http://{endpoint} (or https://)")
     changed = dict(environment)
     for value, variable, narrower in (
         (endpoint, ENDPOINT_VARIABLE, SIGNAL_ENDPOINT_VARIABLES),
@@ -161,8 +170,8 @@ def environment_of_child(environment: Mapping[str, str], joined: Session, option
     """Return the command's environment. Every child of it inherits the session, none the collector's credentials."""
     changed = {**environment, config.SESSION_VARIABLE: str(joined.path)}
     if not options.pass_otel_headers:
-        for name in HEADER_VARIABLES:
-            changed.pop(name, None)
+        for name in filter(HEADER_VARIABLE.fullmatch, environment):
+            del changed[name]
     return changed
 
 
@@ -258,6 +267,8 @@ class Agent:
             self.start(self._mask)
         elif code < 0:
             self.problem = f"the agent was killed by {signal_name(-code)}, {self._restarts + 1} times: the newest part may be missing"
+        elif code == session.AGENT_EXIT_INCOMPLETE:
+            self.problem = f"a part of the recording is missing: {self._log.parent} could not be written (disk full?)"
         elif code or needed:
             self.problem = f"the agent ended with exit code {code}: {self._last_words()}"
         return self._process is not None
@@ -319,8 +330,9 @@ def signal_name(number: int) -> str:
 
 def leave(status: int) -> int:
     """Return the exit code in a wait status; after a death by signal die of the same, so that the parent sees it."""
-    with suppress(OSError):
-        sys.stderr.flush()
+    if sys.stderr is not None:  # None: closed
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     number = os.WTERMSIG(status)

@@ -11,7 +11,7 @@ from otel_dflash.config import AGENT_VARIABLE, ConfigError
 from otel_dflash.session import Session
 
 AGENT_LOG = "agent.log"
-NEEDED_PACKAGES = ("numpy", "psutil", "click")
+NEEDED_PACKAGES = ("numpy", "click")
 
 
 def agent_command() -> list[str]:
@@ -22,7 +22,7 @@ def agent_command() -> list[str]:
     """
     chosen = os.environ.get(AGENT_VARIABLE)
     if not chosen and sys.executable and _has_agent_packages():
-        return [sys.executable, "-m", "otel_dflash", "agent"]
+        return [*_interpreter(), "-m", "otel_dflash", "agent"]
 
     import shlex  # these here: a process that joins a session starts nothing, and they take 5 ms
     import shutil
@@ -42,6 +42,15 @@ def agent_command() -> list[str]:
         "no agent: this environment lacks its packages and there is no `otel-dflash` on the PATH; pip install otel-dflash into any "
         f"environment and set {AGENT_VARIABLE}=/path/to/its/bin/otel-dflash"
     )
+
+
+def _interpreter() -> list[str]:
+    """Return this interpreter, told (from 3.11 on) not to import from the working directory: a `logging.py` of the user's may lie there."""
+    try:
+        is_here = Path(__file__).parents[2].samefile(Path.cwd())  # a checkout that is not installed
+    except OSError:
+        is_here = False
+    return [sys.executable] if is_here or sys.version_info < (3, 11) else [sys.executable, "-P"]
 
 
 def start_agent(session: Session, environment: dict[str, str]) -> None:

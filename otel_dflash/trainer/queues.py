@@ -60,7 +60,9 @@ def hook(target: Any, contexts: Contexts, put: str, get: str) -> Any:
             raise ConfigError(f"{type(target).__name__} has no method {name!r}; say {label}=<its {label} method>")
         if iscoroutinefunction(method):
             raise ConfigError(f"{type(target).__name__}.{name} is a coroutine; use step.produced() and step.consumed(context) there")
-    contexts.newest_first = True  # items may leave by ways of their own, and their ids be used again: the newest entry is right
+    # Items may leave by ways of their own, and their ids be used again: there the newest entry is right. Of an object that lies in
+    # such a queue twice both contexts arrive, the newest first: it was made by both. A SimpleQueue loses nothing and keeps the order.
+    contexts.newest_first = type(target) is not queue.SimpleQueue
     putting: set[int] = set()  # threads that are inside such a method: put_nowait of put, put that takes the oldest item out
     getting: set[int] = set()
     hooks = {name: _putting(target, name, contexts, putting) for name in _with_nowait(target, put)}
@@ -186,7 +188,7 @@ def _hook_queue(target: Any, contexts: Contexts) -> Any:
 
 
 def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> Callable[..., Any]:
-    from inspect import signature
+    from inspect import signature  # here: see hook
 
     put = getattr(target, name)
     try:

@@ -30,8 +30,10 @@ ATTACH_TIMEOUT_S: Final = 2.0
 CALIBRATION_PHASES: Final = 400
 CALIBRATION_BURSTS: Final = 4
 
-_ring_numbers = itertools.count()  # next() is atomic; a forked child goes on counting, under its own pid
-_starting = threading.Lock()
+# next() is atomic; a forked child goes on counting, under its own pid. A program that exec() put in place of another has its pid and
+# start time too, so it must not count from the same number.
+_ring_numbers = itertools.count(time.monotonic_ns())
+_starting = threading.Lock()  # a new one in a forked child: there it may have been held by a thread that is not there
 _started: Telemetry | None = None
 
 
@@ -135,7 +137,7 @@ class Telemetry:
             self._register()
             ring = create_ring(self._session.path, next(_ring_numbers), self._ring_bytes, role, index, gpu, self._session.run_id)
         except OSError as error:
-            self._warn(f"worker {role} {index} records nothing: no room for its ring ({error})")
+            self._warn(f"worker {role} {index} records nothing: it cannot have a ring ({error})")
             raise
         ring.words[Header.RECORD_COST] = self._phase_cost_ps
         return ring
@@ -143,8 +145,8 @@ class Telemetry:
     def _register(self) -> None:
         assert self._session
         if self._registered_pid != os.getpid():
-            self._registered_pid = os.getpid()
             register_process(self._session)
+            self._registered_pid = os.getpid()
             multiprocessing_util = sys.modules.get("multiprocessing.util")
             if multiprocessing_util is not None:  # its forked children leave by os._exit, without atexit
                 multiprocessing_util.Finalize(None, self.close, exitpriority=0)
@@ -161,7 +163,7 @@ class Telemetry:
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            print(f"otel_dflash: {text}; training goes on", file=sys.stderr)
+            _say(f"{text}; training goes on")
 
     def _after_fork(self) -> None:
         """In a forked child: the rings are the parent's. A worker gets one of its own when the child uses it."""
@@ -193,12 +195,20 @@ def start(run_id: str | None = None) -> Telemetry:
         return _started
 
 
+def _renew_lock() -> None:
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 def _open(run_id: str | None) -> Telemetry:
     config.ring_bytes()
     try:
         telemetry = Telemetry(_join_or_create(run_id))
     except (ConfigError, OSError) as error:
-        print(f"otel_dflash: telemetry is off: {error}; training goes on", file=sys.stderr)
+        _say(f"telemetry is off: {error}; training goes on")
         return Telemetry()
     atexit.register(telemetry.close)
     os.register_at_fork(after_in_child=telemetry._after_fork)
@@ -209,6 +219,7 @@ def _join_or_create(run_id: str | None) -> Session:
     inherited = os.environ.get(config.SESSION_VARIABLE)
     if inherited:
         return open_session(Path(inherited))
+    config.AgentConfig.from_environment()  # the agent would end at once, and say so in its log only
     session = create_session(run_id)
     try:
         register_process(session)  # before the agent looks for someone to serve
@@ -219,6 +230,15 @@ def _join_or_create(run_id: str | None) -> Session:
         raise
     os.environ[config.SESSION_VARIABLE] = str(session.path)  # for the processes this one starts
     return session
+
+
+def _say(text: str) -> None:
+    """Print one line to stderr, if that leads anywhere: it may be closed, full, a user's object, or None, which print takes for stdout."""
+    if sys.stderr is not None:
+        try:
+            print(f"otel_dflash: {text}", file=sys.stderr)
+        except Exception:  # noqa: BLE001  nothing may raise into training
+            return
 
 
 def _phase_cost_ps() -> int:

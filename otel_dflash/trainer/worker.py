@@ -192,7 +192,8 @@ class Worker:
     def __getattr__(self, name: str) -> Phase:
         """Make a usual phase at its first use."""
         if name not in USUAL_PHASES:
-            raise AttributeError(f"a worker has no {name!r}; a phase of your own is worker.phase({name!r})")
+            usual = ", ".join(USUAL_PHASES)
+            raise AttributeError(f"a worker has no {name!r}; the usual phases are {usual}; one of your own is worker.phase({name!r})")
         phase = self.phase(name)
         self.__dict__[name] = phase
         return phase

@@ -245,11 +245,15 @@ def bind(
         who = current_thread()
         before = current.get(me)
         detail = control[0]
+        captured = me if detail == DETAIL_PHASES else 0
         t0 = clock()
         while True:
-            if not step_owner and not orphaned:  # neither call nor jump from here to the claim: of two threads at once, one is late
-                step_owner = me
+            if not step_owner and not orphaned:  # neither call nor jump from here to the break: of two threads at once, one is late,
+                step_owner = me  # and a handler that comes after it finds a whole step
+                owner = captured
                 thread = who
+                step_id = step_id + 1
+                boundary = t0
                 break
             if not ready(me):
                 return step
@@ -258,12 +262,8 @@ def bind(
             muted = me
             resuming = 0
             return step
-        step_id = step_id + 1
         header[_STEP_START] = t0
-        header[_STEP_ID] = step_id
-        boundary = t0
-        owner = me if detail == DETAIL_PHASES else 0
-        origin = step_id
+        header[_STEP_ID] = origin = step_id
         root = step_bucket = step_number = muted = 0
         step_tokens = step_loss_tokens = UNSET
         bucket_value = None

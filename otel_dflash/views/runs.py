@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from otel_dflash.agent.recording import RecordingError, list_recordings
-from otel_dflash.views.summary import Summary, new_table, print_uncut, summarise
+from otel_dflash.views.render import new_table, print_uncut
+from otel_dflash.views.summary import Summary, summarise
 from otel_dflash.views.units import duration, integer, size
 
 
@@ -35,10 +36,10 @@ def list_runs(base: Path) -> list[RunRow]:
     return sorted(rows, key=lambda row: (row.problem is not None, -row.started_wall_ns, row.run))
 
 
-def render(rows: list[RunRow], console: Console) -> None:
-    """Print the list."""
+def render(rows: list[RunRow], base: Path, console: Console) -> None:
+    """Print the list of what lies below `base`."""
     if not rows:
-        console.print("no recordings; record one: otel-dflash run -- python train.py", soft_wrap=True)
+        console.print(f"no recordings in {base}; record one: otel-dflash run -- python train.py", soft_wrap=True, highlight=False)
         return
     table = new_table("<run", "<started (UTC)", "duration", "workers", "records", "size", "<state")
     for row in rows:
@@ -75,4 +76,6 @@ def _state(summary: Summary) -> str:
     going_on = sum(not worker.finished for worker in summary.workers)
     killed = sum(worker.killed for worker in summary.workers)
     parts = [f"{going_on} of {len(summary.workers)} not finished"] if going_on else ["finished"]
-    return ", ".join([*parts, f"{killed} killed"] if killed else parts)
+    parts += [f"{killed} killed"] if killed else []
+    parts += [f"{' and '.join(summary.undelivered)} not sent"] if summary.undelivered else []
+    return ", ".join(parts)

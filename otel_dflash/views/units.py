@@ -10,9 +10,9 @@ def duration(ns: int) -> str:
     if ns >= 1000 * 1_000_000_000:
         minutes = round(ns / 60_000_000_000)
         return f"{minutes // 60} h {minutes % 60:02} m"
-    for size, unit in _DURATIONS:
-        if ns >= size * 0.9995:
-            return f"{_digits(ns / size)} {unit}"
+    for unit_ns, unit in _DURATIONS:
+        if ns >= unit_ns * 0.9995:
+            return f"{_digits(ns / unit_ns)} {unit}"
     return f"{ns} ns"
 
 
@@ -36,7 +36,7 @@ def percent(share: float) -> str:
 
 def small_percent(share: float) -> str:
     """Return a share that may be far below one percent, with two digits that count."""
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 1 else f"{integer(round(100 * share))} %"
 
 
 def plural(count: int, noun: str) -> str:

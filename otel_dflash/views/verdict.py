@@ -2,9 +2,9 @@
 
 The rule, with shares of wall time:
 
-1. Look at the roles that have a GPU; when none has, at target and drafter; when there are none, at all. The subject is the role with the
-   largest share in one waiting state, starved, backpressured or lock_wait, if that is 10 % or more; else a single worker with 25 % or
-   more. Workers of the role that wait half as much again as the whole are named instead of the role. If nobody waits so much, say so.
+1. Look at the roles that have a GPU; when none has, at target and drafter; when there are none, or nobody waits there, at all. The
+   subject is the role with the largest share in one waiting state, starved, backpressured or lock_wait, if that is 10 % or more; else a
+   single worker with 25 % or more. Workers of the role that wait half as much again as the whole are named instead of the role.
 2. A starved subject waits for the role that made most of the items it consumed, or for one that had about as many of them in hand on
    their way (an asynchronous copy), whichever is busier; a backpressured one for the role that took most of its items. Both are known
    from the items that arrived. While that role is itself more in the same state than busy, go on from there; a role that only passes
@@ -29,6 +29,7 @@ PHASE_SHARE_MIN: Final = 0.25
 OUTLIER_OF_ROLE: Final = 1.5
 OUTLIER_OF_MEDIAN: Final = 1.25
 PASSED_ON_SHARE_MIN: Final = 0.9
+UNNAMED_SHARE_MIN: Final = 0.5
 _WAITS: Final = {State.STARVED: "starved", State.BACKPRESSURED: "backpressured", State.LOCK_WAIT: "waiting for locks"}
 
 
@@ -69,11 +70,11 @@ def verdict(workers: Sequence[Account]) -> str:
     roles: dict[str, list[Account]] = {}
     for worker in workers:
         roles.setdefault(worker.role, []).append(worker)
-    if not any(worker.wall_ns for worker in workers):
-        return "No worker recorded a step or a phase."
+    if not any(worker.wall_ns - worker.states[State.OTHER] for worker in workers):
+        return "No worker recorded a phase: put `with worker.step():` around a turn of its loop, and phases inside."
     with_gpu = [role for role, members in roles.items() if any(worker.has_gpu for worker in members)]
     looked_at = with_gpu or [role for role in TRAINING_ROLES if role in roles] or list(roles)
-    found = _subject([roles[role] for role in looked_at])
+    found = _subject([roles[role] for role in looked_at]) or _subject(list(roles.values()))
     if found is None:
         return _nobody_waits([roles[role] for role in looked_at])
     subject, state = found
@@ -98,6 +99,7 @@ def _nobody_waits(roles: list[list[Account]]) -> str:
     for members in roles:
         other = share(members, State.OTHER)
         unnamed = f" and {_percent(other)} in no phase" if other >= WAIT_SHARE_MIN else ""
+        unnamed += " (name it: worker.phase)" if other >= UNNAMED_SHARE_MIN else ""
         parts.append(f"{label(members)} busy {_percent(share(members, State.BUSY))}{unnamed}")
     return f"No role waits for more than {_percent(WAIT_SHARE_MIN)} of its time: {'; '.join(parts)}."
 
@@ -128,7 +130,11 @@ def _upstream(roles: dict[str, list[Account]], waiting: list[Account], visited: 
 
 def _downstream(roles: dict[str, list[Account]], visited: list[str]) -> str | None:
     """Return who took most of the items that the roles on the way here made."""
-    known = {role: _items(members, visited) for role, members in roles.items() if role not in visited}
+    makers = set(visited)
+    for passing in visited:
+        if not any(_items(members, [passing]) for members in roles.values()):  # what it hands on was made by others
+            makers |= {maker for worker in roles[passing] for maker in worker.sources}
+    known = {role: _items(members, sorted(makers)) for role, members in roles.items() if role not in visited}
     role = max(known, key=lambda role: known[role], default=None)
     return role if role is not None and known[role] else None
 
