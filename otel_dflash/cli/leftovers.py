@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import time
+from contextlib import suppress
 from typing import Final
 
+from otel_dflash.config import ConfigError
 from otel_dflash.session import abandoned_sessions
-from otel_dflash.trainer.launch import AGENT_LOG, agent_command
+from otel_dflash.trainer.launch import start_agent
 
 WAIT_S: Final = 5.0
+POLL_S: Final = 0.02
 
 
 def finish(wait: bool) -> None:
     """Start an agent for each; with `wait` until they have ended, a few seconds at most. Best effort: never raises for a user's command."""
-    agents = []
+    started = []
     for session in abandoned_sessions():
-        try:
+        with suppress(OSError, ConfigError):  # its recording cannot be written any more, or there is no agent here
             session.recording.mkdir(parents=True, exist_ok=True)
-            with open(session.recording / AGENT_LOG, "ab") as log:
-                command = [*agent_command(), str(session.path)]
-                agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        except (OSError, ValueError):  # its recording cannot be written any more
-            continue
-        agents.append(agent)
-    deadline = time.monotonic() + WAIT_S if wait else 0.0
-    for agent in agents:
-        try:
-            agent.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            agent.returncode = 0  # it ends by itself; nobody is to be warned about it
+            start_agent(session, dict(os.environ))
+            started.append(session)
+    deadline = time.monotonic() + WAIT_S
+    while wait and time.monotonic() < deadline and any(session.path.exists() for session in started):
+        time.sleep(POLL_S)

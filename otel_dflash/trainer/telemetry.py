@@ -18,15 +18,25 @@ from otel_dflash import config
 from otel_dflash.config import ConfigError
 from otel_dflash.records import RECORD_BYTES, SLOTS_OFFSET, Counter, Header
 from otel_dflash.ring import Ring, create_ring
-from otel_dflash.session import Session, create_session, map_control, open_session, register_process, remove_directory, remove_session
+from otel_dflash.session import (
+    LOCK_FILE,
+    Session,
+    create_session,
+    map_control,
+    open_session,
+    register_process,
+    remove_directory,
+    remove_session,
+)
 from otel_dflash.trainer.contexts import Contexts
-from otel_dflash.trainer.launch import start_agent
+from otel_dflash.trainer.launch import AGENT_LOG, start_agent
 from otel_dflash.trainer.queues import describe_queue, hook
 from otel_dflash.trainer.worker import Step, Worker, Writer
 from otel_dflash.trainer.writer import bind
 
 Q = TypeVar("Q")
 ATTACH_TIMEOUT_S: Final = 2.0
+AGENT_START_S: Final = 5.0  # by then an agent has its lock, if it ever will
 CALIBRATION_PHASES: Final = 400
 CALIBRATION_BURSTS: Final = 4
 
@@ -177,14 +187,15 @@ def start(run_id: str | None = None) -> Telemetry:
     """Start telemetry in this process, once; a second call returns the same.
 
     Joins the session of `otel-dflash run` or of the process that started this one, else creates a session and starts its agent. When
-    that cannot be had, or OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is true, what is returned records nothing; training goes on.
+    that cannot be had, a setting cannot work (one line says which), or OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is true, what is
+    returned records nothing; training goes on.
 
     Args:
         run_id: Name of the run, where this process creates the session: letters, digits, ``._-``. Default: OTEL_DFLASH_RUN_ID, else
             made from the time.
 
     Raises:
-        ConfigError: `run_id` cannot be one, or a setting cannot work.
+        ConfigError: `run_id` cannot be one.
     """
     global _started
     if run_id is not None:
@@ -204,8 +215,8 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _open(run_id: str | None) -> Telemetry:
-    config.ring_bytes()
     try:
+        config.ring_bytes()
         telemetry = Telemetry(_join_or_create(run_id))
     except (ConfigError, OSError) as error:
         _say(f"telemetry is off: {error}; training goes on")
@@ -229,7 +240,16 @@ def _join_or_create(run_id: str | None) -> Session:
         remove_directory(session.recording)
         raise
     os.environ[config.SESSION_VARIABLE] = str(session.path)  # for the processes this one starts
+    atexit.register(_say_if_no_agent, session, os.getpid(), time.monotonic())
     return session
+
+
+def _say_if_no_agent(session: Session, pid: int, since_s: float) -> None:
+    """At exit: an agent that was started and ended at once could tell nobody but its log."""
+    is_due = os.getpid() == pid and time.monotonic() - since_s > AGENT_START_S
+    if is_due and session.path.exists() and not (session.path / LOCK_FILE).exists():
+        log = session.recording / AGENT_LOG
+        _say(f"no agent came to take the records (see {log}); they stay in memory until the next `otel-dflash` command takes them")
 
 
 def _say(text: str) -> None:
