@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 import otel_dflash
 from otel_dflash.session import Session, create_session
 from otel_dflash.trainer import telemetry as telemetry_module
+
+# A shell starts background jobs with these ignored, and children inherit that: the tests send them as a terminal does.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 
 @pytest.fixture
