@@ -48,14 +48,17 @@ $(VENV)/.python:
 	  { echo "Python >= 3.10 is needed, and $(PYTHON) is `$(PYTHON) --version 2>&1`; choose another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv  # torch in half a minute instead of several
+	@echo "making $(VENV), once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv  # torch in half a minute instead of several
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml
-	$(UV) --editable '.[demo]'
+	@echo "installing otel-dflash with what the demo needs (torch), once"
+	@$(UV) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(UV) --group dev
+	@echo "installing what the tests need, once"
+	@$(UV) --group dev
 	@touch $@

@@ -23,7 +23,7 @@ from tests.running import DEADLINE_S, TESTS, dropped, received_by_name, spans_by
 
 TRAINER = (sys.executable, str(TESTS / "counting_trainer.py"))
 COMMAND = (sys.executable, "-m", "otel_dflash")
-EXIT_S_MAX = 4.0  # 2 s are promised; a machine that is busy with other tests takes longer
+EXIT_S_MAX = 2.5  # 2 s are promised, 1.5 measured; the rest is for a machine that is busy with other tests
 
 
 @contextmanager
