@@ -235,7 +235,7 @@ def _join_or_create(run_id: str | None) -> Session:
     try:
         register_process(session)  # before the agent looks for someone to serve
         start_agent(session, dict(os.environ))
-    except BaseException:
+    except (ConfigError, OSError):
         remove_session(session)
         remove_directory(session.recording)
         raise
