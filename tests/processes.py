@@ -48,7 +48,7 @@ def user_environment(directory: Path) -> dict[str, str]:
     agent.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "PYTEST_"))}
     ours = {"OTEL_DFLASH_DIR": "runs", "OTEL_DFLASH_SHM": str(directory), "OTEL_DFLASH_AGENT": str(agent)}
-    return {**kept, **ours, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return {**kept, **ours, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_COLORS": "0"}
 
 
 @contextmanager
