@@ -205,7 +205,7 @@ def _make(signal: Signal, name: str, kind: type[Any], environ: Mapping[str, str]
     point = _entry_point(signal, name, environ)
     try:
         exporter = point.load()()
-    except Exception as error:  # a plugin may raise anything
+    except Exception as error:  # a plugin may raise anything; it is raised again, with what and where
         raise ConfigError(f"the {signal} exporter {name!r} ({point.value}) cannot be made: {describe(error)}") from error
     if not isinstance(exporter, kind):
         raise ConfigError(

@@ -69,7 +69,7 @@ class NoiseFilter(logging.Handler):
         """Count the record under its kind; write a line when it is due."""
         try:
             self._take(record)
-        except Exception:  # noqa: BLE001  a log line must never break an export
+        except (TypeError, ValueError, LookupError, OSError):  # arguments that don't fit the template, a log on a full disk
             self.handleError(record)
 
     def _take(self, record: logging.LogRecord) -> None:

@@ -73,7 +73,7 @@ class Sink(threading.Thread):
         try:
             self.deliver()
             self.done.set()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  said with its traceback, told in delivery.json; other sinks go on
             self._failure = describe(error)
             traceback.print_exc(file=sys.stderr)
 

@@ -202,14 +202,15 @@ def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> C
             return put(*args, **kwargs)
         item = args[0] if args else kwargs.get(keyword)
         entry = contexts.add(item)  # before: a consumer may have the item before `put` returns
+        is_put = False
         try:
             putting.add(me)
             result = put(*args, **kwargs)
-        except BaseException:
-            contexts.discard(item, entry)
-            raise
+            is_put = True
         finally:
             putting.discard(me)
+            if not is_put:
+                contexts.discard(item, entry)
         contexts.stamp(item, entry)
         return result
 
