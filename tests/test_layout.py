@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "trainer": (set(), {".", "trainer"}),  # lives in the training process
     "agent": ({"numpy", "opentelemetry"}, {".", "agent"}),  # opentelemetry: the API
     "views": ({"numpy", "rich"}, {".", "agent", "views"}),
-    "cli": ({"click", "rich"}, {".", "trainer", "agent", "views", "cli"}),
+    "stack": (set(), {".", "stack"}),  # the engines: builds and runs other programs
+    "cli": ({"click", "rich"}, {".", "trainer", "agent", "views", "stack", "cli"}),
 }
 # files that may do more than their folder
 MAY_ALSO_IMPORT = {

@@ -1,0 +1,192 @@
+"""The engines as services: how each is started with the shared configuration, where it listens, and when it is healthy.
+
+Everything that differs from place to place is a variable: compose.yaml sets them in containers, `otel-dflash stack` and the tests for
+the built binaries; the files of collector/ are the same ones everywhere.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import select
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from otel_dflash.stack.engines import ENGINES, Engine, EngineError, collector_directory, find
+
+HEALTHY_S: Final = 30.0
+"""How long a service may take from its start until it is healthy."""
+
+_PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+_BUSY: Final = "address already in use"
+
+
+@dataclass(frozen=True)
+class Service:
+    """One engine with one configuration. Arguments, health and addresses are templates over the variables, `config` and `storage`."""
+
+    name: str
+    engine: Engine
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    """All that its configuration reads from the environment, with the defaults; names that end in _PORT are ports it listens at."""
+    health: str
+    """A URL that answers 200 once the service takes data."""
+    addresses: Mapping[str, str]
+    """What it is for -> URL."""
+
+    def values(self, variables: Mapping[str, str], storage: Path) -> dict[str, str]:
+        """Return every variable: the defaults, `variables` over them, and where configuration and storage lie.
+
+        Raises:
+            ValueError: A variable is not of this service.
+        """
+        unknown = sorted(set(variables) - set(self.variables))
+        if unknown:
+            raise ValueError(f"{self.name} has no variable {', '.join(unknown)}; it has {', '.join(self.variables)}")
+        return {**self.variables, **variables, "config": str(collector_directory()), "storage": str(storage)}
+
+    def ports(self, values: Mapping[str, str]) -> dict[str, int]:
+        """Return the ports it listens at, by variable."""
+        return {name: int(values[name]) for name in self.variables if name.endswith("_PORT")}
+
+
+_OTELCOL_PORTS: Final = {
+    "OTELCOL_HOST": "127.0.0.1",
+    "OTELCOL_GRPC_PORT": "4317",
+    "OTELCOL_HTTP_PORT": "4318",
+    "OTELCOL_HEALTH_PORT": "13133",
+    "OTELCOL_STORAGE": "{storage}",
+    "OTELCOL_MEMORY_MIB": "1024",
+}
+
+SERVICES: Final = {
+    service.name: service
+    for service in (
+        Service(
+            "prometheus",
+            ENGINES["prometheus"],
+            (
+                "--config.file={config}/prometheus.yaml",
+                "--storage.tsdb.path={storage}",
+                "--storage.tsdb.retention.time=90d",
+                "--web.listen-address={PROMETHEUS_HOST}:{PROMETHEUS_PORT}",
+                "--web.enable-otlp-receiver",
+                "--enable-feature=exemplar-storage,created-timestamp-zero-ingestion",
+            ),
+            {"PROMETHEUS_HOST": "127.0.0.1", "PROMETHEUS_PORT": "9090"},
+            "http://{PROMETHEUS_HOST}:{PROMETHEUS_PORT}/-/ready",
+            {"Prometheus": "http://{PROMETHEUS_HOST}:{PROMETHEUS_PORT}"},
+        ),
+        Service(
+            "jaeger",
+            ENGINES["jaeger"],
+            ("--config={config}/jaeger.yaml",),
+            {
+                "JAEGER_HOST": "127.0.0.1",
+                "JAEGER_GRPC_PORT": "14317",
+                "JAEGER_HTTP_PORT": "14318",
+                "JAEGER_QUERY_HTTP_PORT": "16686",
+                "JAEGER_QUERY_GRPC_PORT": "16685",
+                "JAEGER_HEALTH_PORT": "14133",
+                "JAEGER_STORAGE": "{storage}",
+                "JAEGER_PROMETHEUS_URL": "http://127.0.0.1:9090",
+            },
+            "http://{JAEGER_HOST}:{JAEGER_HEALTH_PORT}/status",
+            {"Jaeger": "http://{JAEGER_HOST}:{JAEGER_QUERY_HTTP_PORT}"},
+        ),
+        Service(
+            "otelcol",
+            ENGINES["otelcol"],
+            ("--config={config}/otelcol.yaml",),
+            {
+                **_OTELCOL_PORTS,
+                "OTELCOL_TRACES_ENDPOINT": "http://127.0.0.1:14318",
+                "OTELCOL_METRICS_ENDPOINT": "http://127.0.0.1:9090/api/v1/otlp",
+            },
+            "http://{OTELCOL_HOST}:{OTELCOL_HEALTH_PORT}/",
+            {
+                "OTLP over gRPC": "http://{OTELCOL_HOST}:{OTELCOL_GRPC_PORT}",
+                "OTLP over HTTP": "http://{OTELCOL_HOST}:{OTELCOL_HTTP_PORT}",
+            },
+        ),
+    )
+}
+"""In the order they are started: each before those that send to it."""
+
+
+def launch(service: Service, directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a service that outlives its starter: storage in `directory`/<name>, its log in `directory`/<name>.log.
+
+    Raises:
+        EngineError: Its engine was not built, or `directory` cannot be written.
+    """
+    program = find(service.engine)
+    if program is None:
+        raise EngineError(f"{service.engine.name} {service.engine.version} is not built here; build it: otel-dflash stack build")
+    storage = directory / service.name
+    values = service.values(variables, storage)
+    try:
+        storage.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{service.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [program, *(argument.format(**values) for argument in service.arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(service, values),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise EngineError(f"{service.name} cannot be started in {directory}: {error.strerror or error}") from None
+
+
+def wait_healthy(service: Service, process: subprocess.Popen[bytes], directory: Path, variables: Mapping[str, str]) -> None:
+    """Return once the service is healthy.
+
+    Raises:
+        EngineError: It ended, or was not healthy within HEALTHY_S; the text has the end of its log.
+    """
+    values = service.values(variables, directory / service.name)
+    deadline = time.monotonic() + HEALTHY_S
+    while not is_healthy(service, values):
+        if process.poll() is not None:
+            raise EngineError(_ended(service, values, directory / f"{service.name}.log", process.returncode))
+        if time.monotonic() > deadline:
+            raise EngineError(f"{service.name} is not healthy after {HEALTHY_S:g} s; see {directory / service.name}.log")
+        select.select([], [], [], 0.05)
+
+
+def is_healthy(service: Service, values: Mapping[str, str]) -> bool:
+    """Return whether the service says that it takes data."""
+    url = urlsplit(service.health.format(**values))
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=2.0)  # knows no proxy
+    try:
+        connection.request("GET", url.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _environment(service: Service, values: Mapping[str, str]) -> dict[str, str]:
+    """An engine gets its own variables and no proxy: all that it talks to is on this host."""
+    kept = {name: value for name, value in os.environ.items() if name not in _PROXIES and not name.startswith("OTEL_")}
+    return {**kept, **{name: values[name].format(**values) for name in service.variables}}
+
+
+def _ended(service: Service, values: Mapping[str, str], log: Path, code: int) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    busy = [line for line in lines[-40:] if _BUSY in line]
+    if busy:
+        ports = ", ".join(f"{name}={port}" for name, port in service.ports(values).items())
+        return (
+            f"{service.name} found one of its ports busy ({ports}); stop what listens there (ss -ltnp), or choose others by these variables"
+        )
+    return f"{service.name} ended at once with exit code {code}; the end of {log}:\n  " + "\n  ".join(lines[-5:])
