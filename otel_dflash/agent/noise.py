@@ -22,34 +22,78 @@ _REASONS: Final = (
     re.compile(r"Failed to export .* batch code: (.*?), reason: (.*)"),
     re.compile(r"Transient error (?:StatusCode\.)?(.*?) encountered while exporting .*?(?:Error details: (.*))?"),
 )
+_RETRIED: Final = "Transient error "
 _NO_ANSWER: Final = "due to timeout, max retries or shutdown"  # all that the HTTP exporter says of a server that is silent
 _WITHOUT_REASON: Final = (_NO_ANSWER, "Shutdown in progress", "already shutdown")
 _CAUSE: Final = re.compile(r".*Caused by (\w+)\(.*?(?:: |, [\"'])(.*?)[\"']?\)\)")
-# What a mistake in the endpoint looks like from the inside, and what mends it.
+_CLIENT_FILES: Final = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE and OTEL_EXPORTER_OTLP_CLIENT_KEY"
+_CLIENT: Final = f"the collector wants a client certificate that it trusts and that is in date; see {_CLIENT_FILES}"
+_NAME: Final = "the collector's certificate is for another name; use the name that it was made for, or make one for this"
+_AUTHORITY: Final = "the collector's certificate is by nobody trusted here; name its CA's PEM file by OTEL_EXPORTER_OTLP_CERTIFICATE"
+_KEY: Final = f"the key is not that of the certificate; see {_CLIENT_FILES}"
+_TOKEN: Final = "the collector does not take the token; put authorization=Bearer TOKEN into the file of OTEL_DFLASH_OTLP_HEADERS_FILE"
+_RIGHTS: Final = "the collector knows the token, and it may not write here; ask whoever runs it"
+_PROXY: Final = "a proxy is in the way; put the collector's host into NO_PROXY and no_proxy"
+_GRPC: Final = "that port does not speak HTTP/1; try --protocol grpc"
+_SIGNAL: Final = (
+    "only one of traces and metrics is taken there; send to a collector, or set OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER to none"
+)
+_HTTP: Final = "that port does not speak gRPC; try --protocol http/protobuf"
+# What a mistake in endpoint or credentials looks like from the inside, and what mends it; the first one counts.
 _HINTS: Final = (
-    ("Failed parsing HTTP/2", "that port does not speak gRPC; try --protocol http/protobuf"),
-    ("BadStatusLine", "that port does not speak HTTP/1; try --protocol grpc"),
+    ("ProxyError", _PROXY),
+    ("HTTP proxy", _PROXY),
+    ("certificate has expired", "the collector's certificate is out of date, or this host's clock is wrong"),
+    ("certificate is not yet valid", "the collector's certificate is of the future, or this host's clock is wrong"),
+    ("Hostname Verification Check failed", _NAME),
+    ("certificate is not valid for", _NAME),
+    ("CERTIFICATE_VERIFY_FAILED", _AUTHORITY),
+    ("ALERT_CERTIFICATE", _CLIENT),
+    ("ALERT_UNKNOWN_CA", _CLIENT),
+    ("ALERT_BAD_CERTIFICATE", _CLIENT),
+    ("Unwrap failed", _CLIENT),  # all that gRPC says of an alert after its own handshake
+    ("EOF occurred in violation of protocol", _CLIENT),  # so it looks when the alert came after the request was written
+    ("KEY_VALUES_MISMATCH", _KEY),
+    ("Failed to create security handshaker", _KEY),
+    ("UNAUTHENTICATED", _TOKEN),
+    ("401: ", _TOKEN),
+    ("PERMISSION_DENIED", _RIGHTS),
+    ("403: ", _RIGHTS),
+    ("Failed parsing HTTP/2", _HTTP),
+    ("status: 404", _HTTP),
+    ("unknown service", _SIGNAL),
+    ("BadStatusLine", _GRPC),
+    ("ConnectionResetError", "perhaps a port for gRPC; try --protocol grpc"),
+    ("RemoteDisconnected", "perhaps a port for gRPC; try --protocol grpc"),
     ("Not Found", "nothing takes OTLP at that path; give the base URL, without /v1/traces"),
     ("WRONG_VERSION_NUMBER", "that port does not speak TLS; begin the URL with http://"),
+    ("Socket closed", "the collector went away, or it speaks TLS: then the URL begins with https://"),
+    ("400: Bad Request", "what was sent is not taken; if the collector speaks TLS, begin the URL with https://"),
 )
 _LAST_ERROR: Final = re.compile(r".*last error: (?:\w+: )?(.*)")
+# What TLS libraries put around the cause: codes, their own source lines.
+_DEBRIS: Final = re.compile(
+    r"SSL_ERROR_SSL: error:\w+:SSL routines:OPENSSL_internal:| ?\((?:TSI_\w+|_ssl\.c:\d+)\)|"
+    r"Custom verification check failed with error: \w+: |: OK$|['\"]\)*$"
+)
 
 
 class NoiseFilter(logging.Handler):
     """Handler for the logger tree ``opentelemetry``: a new kind of failure is said at once, again at most each `repeat_s`.
 
-    A kind is logger, message template and reason without its numbers. As a context manager it takes the tree over, so nothing
-    of it reaches other handlers.
+    A kind is what has the same remedy, else the same reason but for its numbers, whichever exporter says it; without a reason it is
+    logger and message template. As a context manager it takes the tree over, so nothing of it reaches other handlers.
     """
 
     def __init__(self, stream: TextIO, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self.reasons: dict[str, str] = {}
         """Thread (a sink has one) -> why its newest export failed, one line."""
+        self._explained: set[str] = set()  # threads whose export is retried for a reason that was said
         self._stream = stream
         self._repeat_s = repeat_s
         self._clock = clock
-        self._kinds: dict[tuple[str, str, str], tuple[int, float]] = {}  # count, time of the last line
+        self._kinds: dict[tuple[str, ...], tuple[int, float]] = {}  # count, time of the last line
 
     def __enter__(self) -> NoiseFilter:
         logger = logging.getLogger("opentelemetry")
@@ -77,11 +121,17 @@ class NoiseFilter(logging.Handler):
         text = template.split(": %s")[0] if record.name == _SECRET_LOGGER else record.getMessage()
         text = redact(" ".join(text.split()))
         reason = reason_of(text)
+        thread = record.threadName or ""
         if reason:
-            self.reasons[record.threadName or ""] = reason
+            self.reasons[thread] = reason
+            if text.startswith(_RETRIED):
+                self._explained.add(thread)
+        elif _NO_ANSWER in text and thread in self._explained:
+            self._explained.discard(thread)
+            return  # the end of an export whose reason was said
         elif _NO_ANSWER in text:
-            self.reasons.setdefault(record.threadName or "", "no success before the timeout")
-        kind = record.name, template, _NUMBER.sub("#", reason or "")
+            self.reasons[thread] = "no success before the timeout"
+        kind = (_kind(reason),) if reason else (record.name, template)
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
             self._kinds.pop(next(iter(self._kinds)))
         count, said_s = self._kinds.get(kind, (0, -self._repeat_s))
@@ -123,12 +173,16 @@ def _short(text: str) -> str:
         match = pattern.fullmatch(text)
         if match:
             text = ": ".join(match.groups())
-    return text[:_TEXT_MAX] + hint
+    return _DEBRIS.sub("", text)[:_TEXT_MAX] + hint
+
+
+def _kind(reason: str) -> str:
+    return next((remedy for _, remedy in _HINTS if reason.endswith(f"({remedy})")), _NUMBER.sub("#", reason))
 
 
 def _message(text: str, reason: str | None) -> str:
     """Return the line: what failed up to where its reason starts, then the reason."""
     if reason is None or reason.startswith(text[:40]):
-        return text[:_TEXT_MAX]
-    head = re.split(r", error code: | batch code: |Transient error ", text)[0].strip()
-    return f"{head or 'Export is retried'}: {reason}"[:_TEXT_MAX]
+        return reason or text[:_TEXT_MAX]
+    head = re.split(rf", error code: | batch code: |{_RETRIED}", text)[0].strip()
+    return f"{head[:_TEXT_MAX] or 'Export is retried'}: {reason}"
