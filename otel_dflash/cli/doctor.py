@@ -1,0 +1,108 @@
+"""`otel-dflash doctor`: does telemetry leave this machine and arrive, and if not, why. Exit code 0 all right, 1 something is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from otel_dflash.cli.options import endpoint_option, protocol_option
+
+if TYPE_CHECKING:
+    from otel_dflash.doctor.lines import Line
+
+COLORS: Final = {"ok": "green", "warn": "yellow", "WRONG": "red", "-": "bright_black"}
+
+
+@click.command("doctor", short_help="Prove that telemetry arrives, or say why not.")
+@endpoint_option
+@protocol_option
+@click.option("--jaeger", metavar="URL", help="Look for the span there.  [default: that of the stack, when the endpoint is the stack's]")
+@click.option("--prometheus", metavar="URL", help="Look for the metric there.  [default: as for --jaeger]")
+@click.option("--local", is_flag=True, help="Check this machine only; send nothing.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=15.0,
+    metavar="SECONDS",
+    help="End the check of the path then.  [default: 15]",
+)
+def doctor_command(
+    endpoint: str | None, protocol: str | None, jaeger: str | None, prometheus: str | None, local: bool, timeout_s: float
+) -> int:
+    """Check this machine, then send one span and one metric by the configured route and look for them in Jaeger and Prometheus.
+
+    Each line is one check with the time it took. A line marked WRONG says what is wrong and what mends it. The exit code
+    is 0 when nothing is wrong, 1 when something is, 2 for a setting that cannot work.
+
+    \b
+    Examples:
+      otel-dflash doctor
+      otel-dflash doctor --endpoint http://localhost:4317 --jaeger http://localhost:16686 --prometheus http://localhost:9090
+    """
+    from otel_dflash.doctor.gpu import NVML_S, Nvml
+
+    if not local:
+        prepare(endpoint, protocol)
+    nvml = Nvml()
+    wrong = _print("this machine", _local_lines())
+    wrong += _print("", [nvml.line(NVML_S)])
+    is_stuck = False
+    if not local:
+        from otel_dflash.doctor import stack
+        from otel_dflash.doctor.path import Path
+
+        found = stack.addresses(os.environ)
+        deadline = time.monotonic() + timeout_s
+        path = Path(os.environ, jaeger or found.get("Jaeger"), prometheus or found.get("Prometheus"), deadline)
+        wrong += _print("the path", path.check())
+        is_stuck = path.is_stuck
+    click.echo(click.style(f"\n{wrong} WRONG: see above", fg="red") if wrong else click.style("\nall right", fg="green"))
+    if is_stuck:  # in a call of an exporter that would hold the exit up
+        sys.stdout.flush()
+        os._exit(1 if wrong else 0)
+    return 1 if wrong else 0
+
+
+def prepare(endpoint: str | None, protocol: str | None) -> None:
+    """Make os.environ what an agent would find.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+    from otel_dflash.agent.exporters import prepare_environment
+    from otel_dflash.cli import supervise
+
+    environment = supervise.with_endpoint(os.environ, endpoint, protocol)
+    supervise.validate(environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    prepare_environment()
+
+
+def _local_lines() -> Iterator[Line]:
+    from otel_dflash.doctor import agents, places, stack
+
+    yield from places.check()
+    yield from agents.check()
+    yield from stack.check()
+
+
+def _print(title: str, lines: Iterable[Line]) -> int:
+    """Print lines as they come; return how many are wrong."""
+    wrong = 0
+    if title:
+        click.echo(click.style(f"\n{title}", bold=True))
+    for line in lines:
+        status = line.status.value
+        wrong += status == "WRONG"
+        took = "" if line.took_s is None else f"{line.took_s * 1e3:.1f} ms"
+        shown = f"  {click.style(f'{status:<5}', fg=COLORS[status])}  {line.check:<18}  {took:>10}  {line.text}"
+        click.echo(shown.rstrip())
+        sys.stdout.flush()
+    return wrong

@@ -1,0 +1,100 @@
+"""Where the canary must be seen: Jaeger's and Prometheus's HTTP APIs, asked directly, without a proxy."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from otel_dflash import semconv
+from otel_dflash.agent.noise import redact
+from otel_dflash.doctor.clock import Clock
+from otel_dflash.doctor.lines import HopError
+
+REQUEST_S: Final = 3.0
+METRIC: Final = f"{semconv.DOCTOR_CANARY[0].replace('.', '_')}_seconds"
+"""The canary's metric as Prometheus names a gauge in s."""
+_BODY_BYTES_MAX: Final = 1 << 22
+
+
+class Backend:
+    """One HTTP API."""
+
+    def __init__(self, name: str, url: str, clock: Clock) -> None:
+        """`url` is its base, such as http://localhost:16686."""
+        self.name = name
+        self.url = redact(url.rstrip("/"))
+        self._parts = urlsplit(url if "://" in url else f"http://{url}")
+        self._clock = clock
+
+    def get(self, path: str, timeout_s: float) -> tuple[int, Any]:
+        """Return status and decoded body, None for one that is no JSON.
+
+        Raises:
+            HopError: It does not answer; the text says why and the remedy.
+        """
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=max(0.1, min(REQUEST_S, timeout_s)))
+        before = time.time()
+        try:
+            connection.request("GET", f"{self._parts.path.rstrip('/')}{path}")
+            response = connection.getresponse()
+            body = response.read(_BODY_BYTES_MAX)
+        except ConnectionRefusedError:
+            raise HopError(f"nothing listens at {self.url}; start {self.name}, or mend --{self.name.lower()}") from None
+        except ssl.SSLError as error:
+            raise HopError(f"no TLS with {self.url} ({error.reason}); mend --{self.name.lower()}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise HopError(f"{self.url} does not answer as {self.name} would ({reason}); mend --{self.name.lower()}") from None
+        finally:
+            connection.close()
+        self._clock.add(self.name, response.headers.get("Date"), before)
+        try:
+            return response.status, json.loads(body)
+        except ValueError:
+            return response.status, None
+
+
+class Jaeger(Backend):
+    """Jaeger's query service."""
+
+    def has_trace(self, trace_id: int, timeout_s: float) -> bool:
+        """Return whether it shows the trace.
+
+        Raises:
+            HopError: It is not Jaeger, or does not answer.
+        """
+        status, body = self.get(f"/api/v3/traces/{trace_id:032x}", timeout_s)
+        if status == 404 and body is not None:  # none such, as Jaeger says it
+            return False
+        if status != 200 or not isinstance(body, dict) or "result" not in body:
+            raise HopError(f"{self.url} is not Jaeger's query service (HTTP {status}); mend --jaeger (usually port 16686)")
+        return f"{trace_id:032x}" in json.dumps(body)
+
+
+class Prometheus(Backend):
+    """Prometheus's query API."""
+
+    def has_value(self, value: float, timeout_s: float) -> bool:
+        """Return whether the canary's metric had that value in the last minutes.
+
+        Raises:
+            HopError: It is not Prometheus, or does not answer.
+        """
+        return any(float(sample[1]) == value for series in self.query(f"{METRIC}[10m]", timeout_s) for sample in series["values"])
+
+    def query(self, expression: str, timeout_s: float) -> list[dict[str, Any]]:
+        """Return the result of an instant query.
+
+        Raises:
+            HopError: It is not Prometheus, or does not answer.
+        """
+        status, body = self.get(f"/api/v1/query?query={quote(expression)}", timeout_s)
+        if status != 200 or not isinstance(body, dict) or body.get("status") != "success":
+            raise HopError(f"{self.url} is not Prometheus's API (HTTP {status}); mend --prometheus (usually port 9090)")
+        result: list[dict[str, Any]] = body["data"]["result"]
+        return result

@@ -1,0 +1,129 @@
+"""The whole path: from this machine by every configured route to Jaeger and Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Final
+
+from otel_dflash.agent.credentials import Signal
+from otel_dflash.agent.exporters import exporter_names
+from otel_dflash.agent.sampling import KEEP, Sampling
+from otel_dflash.doctor import backlog, canary
+from otel_dflash.doctor.backends import METRIC, Jaeger, Prometheus
+from otel_dflash.doctor.clock import Clock
+from otel_dflash.doctor.hops import Hops
+from otel_dflash.doctor.lines import HopError, Line, ok, unknown, warning, wrong
+from otel_dflash.doctor.route import routes
+
+POLL_S: Final = 0.1
+_SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics")
+_NO_ROUTE: Final = (
+    "no endpoint is set: runs are recorded, and nothing is sent; give --endpoint http://localhost:4317, or set OTEL_EXPORTER_OTLP_ENDPOINT"
+)
+
+
+class Path:
+    """One check of the path, which ends by `deadline`, a time of time.monotonic()."""
+
+    def __init__(self, environ: MutableMapping[str, str], jaeger_url: str | None, prometheus_url: str | None, deadline: float) -> None:
+        """`environ` is os.environ, prepared for the exporters; a URL that is None is not asked."""
+        self._environ = environ
+        self._deadline = deadline
+        self._clock = Clock()
+        self._jaeger = Jaeger("Jaeger", jaeger_url, self._clock) if jaeger_url else None
+        self._prometheus = Prometheus("Prometheus", prometheus_url, self._clock) if prometheus_url else None
+        self._canary = canary.new()
+        self.is_stuck = False
+        """An exporter hangs in a call that nothing can end."""
+
+    def check(self) -> Iterator[Line]:
+        """Yield a line per hop.
+
+        Raises:
+            ConfigError: A setting cannot work.
+        """
+        sent = [signal for signal in _SIGNALS if exporter_names(signal, self._environ)]
+        if not sent:
+            yield wrong("route", _NO_ROUTE)
+            return
+        for signal in (signal for signal in _SIGNALS if signal not in sent):
+            yield warning("route", f"no {signal} are sent: OTEL_{signal.upper()}_EXPORTER or the endpoint leaves them out")
+        if "traces" in sent:
+            yield from _sampling(self._environ)
+        found = routes(self._environ)
+        for route, signals in found.items():
+            yield ok("route", f"{' and '.join(signals)} to {route.url} by OTLP over {route.protocol}")
+            hops = Hops(route, self._clock, self._deadline)
+            yield from hops.probe()
+            if hops.is_broken:
+                sent = [signal for signal in sent if signal not in signals]
+        if sent:
+            yield from self._send(sent, next((route.host for route in found), ""))
+        if sent or self._clock.has_any:
+            yield from self._clock.lines()
+
+    def _send(self, signals: list[Signal], host: str) -> Iterator[Line]:
+        is_watched = self._jaeger or self._prometheus
+        before = backlog.read(self._prometheus, host, self._left_s()) if is_watched else backlog.Backlog({}, {}, {})
+        sending = canary.Sending(self._canary, self._environ)
+        yield from sending.send(signals, max(1.0, self._left_s() / 2))
+        self.is_stuck = sending.is_stuck
+        looks: dict[str, tuple[str, Callable[[], bool]]] = {}
+        for what, name, look in (("span", "Jaeger", self._look_in_jaeger), ("metric", "Prometheus", self._look_in_prometheus)):
+            reason = self._why_not(what, name, sending.accepted)
+            if reason:
+                yield unknown(f"seen in {name}", f"not checked: {reason}")
+            else:
+                looks[what] = (name, look)
+        start = time.monotonic()
+        yield from self._watch(looks, start)
+        if looks:
+            after = backlog.read(self._prometheus, host, 1.0)
+            for what, (name, _) in looks.items():
+                yield wrong(f"seen in {name}", backlog.explain(what, name, time.monotonic() - start, before, after))
+
+    def _why_not(self, what: str, name: str, accepted: Mapping[str, bool]) -> str:
+        if not accepted.get(what, False):
+            return f"the {what} was not {'accepted' if what in accepted else 'sent'}"
+        return "" if {"span": self._jaeger, "metric": self._prometheus}[what] else f"give --{name.lower()} URL"
+
+    def _watch(self, looks: dict[str, tuple[str, Callable[[], bool]]], start: float) -> Iterator[Line]:
+        """Poll until all have been seen, or the time is up; what is left in `looks` was not seen."""
+        while looks:
+            for what, (name, look) in list(looks.items()):
+                try:
+                    if look():
+                        shown = f"trace {self._canary.trace_id:032x}" if what == "span" else METRIC
+                        yield ok(f"seen in {name}", shown, time.monotonic() - start)
+                        del looks[what]
+                except HopError as error:
+                    yield wrong(f"seen in {name}", str(error))
+                    del looks[what]
+            if self._left_s() <= 0:
+                return
+            time.sleep(POLL_S if looks else 0)
+
+    def _look_in_jaeger(self) -> bool:
+        assert self._jaeger
+        return self._jaeger.has_trace(self._canary.trace_id, self._left_s())
+
+    def _look_in_prometheus(self) -> bool:
+        assert self._prometheus
+        return self._prometheus.has_value(self._canary.value, self._left_s())
+
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+
+def _sampling(environ: Mapping[str, str]) -> Iterator[Line]:
+    """Say what of a run's traces is left out. The canary is sent whatever the sampler."""
+    sampling = Sampling.from_environment(environ)
+    if sampling.sends_all:
+        return
+    kept = f", but for what OTEL_DFLASH_KEEP={','.join(word for word in KEEP if word in sampling.keep)} keeps" if sampling.keep else ""
+    said = f"OTEL_TRACES_SAMPLER={sampling.description}"
+    if sampling.bound == 0 and not sampling.keep:
+        yield wrong("sampling", f"{said} leaves out every trace of a run (the canary is sent all the same); unset it, or set a ratio")
+    else:
+        yield warning("sampling", f"{said} leaves out traces of a run{kept} (the canary is sent all the same); unset it to send all")

@@ -1,0 +1,200 @@
+"""Raw sockets: is there something, does it speak TLS, and is what it speaks gRPC or HTTP. Each call ends by its deadline.
+
+gRPC is known by its first frame: HTTP/2's settings, which both sides send at once. HTTP/1 is known by its status line. A server
+that is asked in the wrong language closes the connection, answers in its own, or sends a TLS alert.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from otel_dflash.doctor.lines import HopError
+from otel_dflash.doctor.route import Credentials, Protocol
+
+Address = tuple[socket.AddressFamily, Any]
+
+PROBE_S: Final = 3.0  # a server that takes longer for one step counts as silent
+_SETTINGS_FRAME: Final = 4
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
+_ANSWER_BYTES_MAX: Final = 4096
+
+
+class Speaks(Enum):
+    """What answered."""
+
+    GRPC = "gRPC"
+    HTTP = "HTTP"
+    OTHER = "neither gRPC nor HTTP"
+    NOTHING = "nothing: it closed the connection"
+    SILENT = "nothing"
+
+
+class Answer(NamedTuple):
+    """What a server said first."""
+
+    speaks: Speaks
+    start: bytes = b""
+
+
+def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
+    """Return the addresses of a name, in the order to try them.
+
+    Raises:
+        HopError: It has none, or the name service is silent.
+    """
+    found: list[Address] = []
+    failure = [f"the name service does not say the address of {host!r} within {timeout_s:.2g} s; look at /etc/resolv.conf"]
+
+    def look_up() -> None:  # getaddrinfo knows no timeout
+        try:
+            found.extend((family, address) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no host name"
+            failure[0] = f"the name {host!r} has no address here ({reason}); mend the endpoint, or DNS or /etc/hosts"
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        raise HopError(failure[0])
+    return list(found)
+
+
+def connect(addresses: list[Address], timeout_s: float) -> tuple[socket.socket, Address]:
+    """Return a connection to the first address that takes one, and that address.
+
+    Raises:
+        OSError: None does; the error of the last. TimeoutError: nobody answers at all.
+    """
+    failure: OSError = TimeoutError()
+    for family, address in addresses:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s / len(addresses))
+        try:
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            failure = error
+            continue
+        return connection, (family, address)
+    raise failure
+
+
+def handshake(connection: socket.socket, host: str, protocol: Protocol, credentials: Credentials | None) -> ssl.SSLSocket:
+    """Return the connection with TLS on it. None for `credentials`: whoever the server says it is.
+
+    Raises:
+        HopError: A file of TLS cannot be read.
+        ssl.SSLError: No TLS, or one side does not trust the other.
+        OSError: The server closes the connection, or is silent.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if credentials is None:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        _load(context, credentials)
+    context.set_alpn_protocols(["h2"] if protocol == "gRPC" else ["http/1.1"])
+    return context.wrap_socket(connection, server_hostname=host)
+
+
+def ask(connection: socket.socket, host: str, path: str, protocol: Protocol) -> Answer:
+    """Say hello in a protocol and return what answers.
+
+    Raises:
+        ssl.SSLError: The server refuses this client's certificate, or the lack of one (TLS 1.3 says it this late).
+    """
+    hello = _PREFACE if protocol == "gRPC" else f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    start = b""
+    try:
+        connection.sendall(hello)
+        while len(start) < _ANSWER_BYTES_MAX and not _is_enough(start):
+            part = connection.recv(_ANSWER_BYTES_MAX)
+            if not part:
+                break
+            start += part
+    except TimeoutError:
+        return Answer(_speaks(start, Speaks.SILENT), start)
+    except ssl.SSLError:
+        raise
+    except OSError:  # reset: it does not like what it was sent
+        return Answer(_speaks(start, Speaks.NOTHING), start)
+    return Answer(_speaks(start, Speaks.NOTHING), start)
+
+
+def look_again(address: Address, host: str, timeout_s: float) -> tuple[bool, Speaks] | None:
+    """Return (with TLS?, what it speaks) after trying all four; None when that is none of them.
+
+    NOTHING is what a server with TLS says to a client without the right certificate.
+    """
+    deadline = time.monotonic() + timeout_s
+    protocols: tuple[Protocol, ...] = ("gRPC", "HTTP")
+    has_tls = False
+    for tls in (False, True):
+        for protocol in protocols:
+            try:
+                connection, _ = connect([address], max(0.05, min(PROBE_S, deadline - time.monotonic())))
+                with connection:
+                    secured = handshake(connection, host, protocol, None) if tls else connection
+                    has_tls |= tls
+                    with secured:
+                        answer = ask(secured, host, "/", protocol)
+            except ssl.SSLError as error:
+                if is_about_certificates(error):
+                    return True, Speaks.NOTHING
+                continue
+            except OSError:
+                continue
+            if answer.speaks.value == protocol:
+                return tls, answer.speaks
+    return (True, Speaks.NOTHING) if has_tls else None
+
+
+def is_about_certificates(error: ssl.SSLError) -> bool:
+    """Return whether both sides speak TLS, and one of them does not trust the other."""
+    signs = ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE", "ACCESS_DENIED", "DECRYPT_ERROR")
+    return any(sign in (error.reason or "") for sign in signs)
+
+
+def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
+    """Trust what the exporter trusts, and show the client's certificate."""
+    try:
+        if not credentials.ca:
+            context.load_default_certs()
+            _load_bundle(context)
+        elif Path(credentials.ca).is_dir():
+            context.load_verify_locations(capath=credentials.ca)
+        else:
+            context.load_verify_locations(credentials.ca)
+        if credentials.certificate:
+            context.load_cert_chain(credentials.certificate, credentials.key or None, password=lambda: "")
+    except OSError as error:
+        named = ", ".join(filter(None, credentials))
+        raise HopError(f"{named} cannot be used ({error.strerror or error}); mend the variable that names it, or the file") from None
+
+
+def _load_bundle(context: ssl.SSLContext) -> None:
+    """Load the roots that come with requests; gRPC's own are the same list."""
+    try:
+        import certifi
+    except ModuleNotFoundError:
+        return
+    context.load_verify_locations(certifi.where())
+
+
+def _is_enough(start: bytes) -> bool:
+    return b"\r\n\r\n" in start if start.startswith(b"HTTP/1.") else len(start) >= 9
+
+
+def _speaks(start: bytes, otherwise: Speaks) -> Speaks:
+    if start.startswith(b"HTTP/1."):
+        return Speaks.HTTP
+    if len(start) >= 9 and start[3] == _SETTINGS_FRAME and start[5:9] == bytes(4):
+        return Speaks.GRPC
+    return Speaks.OTHER if start else otherwise

@@ -1,0 +1,268 @@
+"""`otel-dflash doctor --local`: this machine's places, agents and versions; and the command's exit codes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import otel_dflash
+from otel_dflash.agent.frames import FrameKind
+from otel_dflash.agent.recording import RecordingWriter, RunInfo, create_recording
+from otel_dflash.doctor import agents, gpu
+from otel_dflash.doctor import places as places_here
+from otel_dflash.doctor.lines import Status
+from otel_dflash.session import LOCK_FILE, Session, register_process
+from tests.doctoring import closed_port, run_doctor
+from tests.running import Running, poll
+
+LINE = re.compile(r"  (ok|warn|WRONG|-) +(\S+(?: \S+)*?)  +(?:\d[\d.]* ms  )?(.*)")
+SMALL = """
+import os, subprocess, sys
+mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", os.environ["OTEL_DFLASH_SHM"]], capture_output=True, text=True)
+if mount.returncode:
+    sys.exit(f"cannot mount: {mount.stderr.strip()}")
+from otel_dflash.cli.main import main
+sys.exit(main(["doctor", "--local"]))
+"""
+
+
+def lines(out: str) -> dict[str, str]:
+    """Return "STATUS text" by check; the last of several with one name."""
+    return {match[2]: f"{match[1]} {match[3]}" for line in out.splitlines() if (match := LINE.fullmatch(line))}
+
+
+def local(**variables: str) -> dict[str, str]:
+    """Return the same of what is checked in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        return {line.check: f"{line.status.value} {line.text}" for part in (places_here, agents) for line in part.check()}
+
+
+def test_a_machine_that_is_right(places: Path, tmp_path: Path) -> None:
+    code, out, err = run_doctor(tmp_path, "--local")
+    assert (code, err) == (0, "")
+    found = lines(out)
+    assert list(found) == ["versions", "writer", "agent command", "shared memory", "recordings", "agents", "engines", "stack", "NVML"]
+    assert found["versions"].startswith(f"ok otel-dflash {otel_dflash.__version__}, python {sys.version.split()[0]}, opentelemetry-sdk ")
+    assert found["writer"] == "ok pure Python (a phase costs a few clock reads)"
+    assert found["agent command"].startswith(f"ok {sys.executable} ")
+    assert re.fullmatch(rf"ok {places}: [\d.]+ [GM]iB free, room for \d+ workers of 1 MiB", found["shared memory"])
+    assert re.fullmatch(rf"ok {tmp_path}/runs: [\d.]+ [GM]iB free, a run takes up to 2 GiB", found["recordings"])
+    assert found["agents"] == "ok no run goes on here"
+    assert found["stack"] == "- not started here by `otel-dflash stack up`"
+    assert out.endswith("\nall right\n")
+
+
+def test_the_exit_code(places: Path, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{closed_port()}"
+    code, out, err = run_doctor(tmp_path, "--endpoint", endpoint)
+    assert (code, err, out.splitlines()[-1]) == (1, "", "1 WRONG: see above")
+    assert run_doctor(tmp_path, "--endpoint", "ftp://x")[::2] == (
+        2,
+        "otel-dflash: OTEL_EXPORTER_OTLP_ENDPOINT is not an endpoint that OTLP over gRPC can use, got 'ftp://x'; "
+        "try http://localhost:4317 or https://collector.example:4317\n",
+    )
+    code, _, err = run_doctor(tmp_path, "--local", OTEL_DFLASH_RING_BYTES="1")
+    assert (code, err) == (
+        2,
+        "otel-dflash: OTEL_DFLASH_RING_BYTES must be an integer from 131072 to 67108864, got '1'; unset it for 1048576\n",
+    )
+
+
+def test_telemetry_that_is_turned_off(places: Path) -> None:
+    assert local(OTEL_DFLASH_DISABLED="true")["telemetry"] == (
+        "warn is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set; unset it to record runs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "/nowhere/otel-dflash",
+            "WRONG OTEL_DFLASH_AGENT is no command that can be run: '/nowhere/otel-dflash'; name a path such as /opt/venv/bin/otel-dflash",
+        ),
+        (
+            "sh -c 'echo no numpy here; exit 3'",
+            "WRONG `sh -c 'echo no numpy here; exit 3' agent` ends with exit code 3 (no numpy here); mend OTEL_DFLASH_AGENT",
+        ),
+    ],
+)
+def test_an_agent_that_cannot_be_started(places: Path, command: str, said: str) -> None:
+    assert local(OTEL_DFLASH_AGENT=command)["agent command"] == said
+
+
+def test_a_place_for_sessions_that_is_not_there_or_open_to_others(places: Path) -> None:
+    remedy = "set OTEL_DFLASH_SHM to a tmpfs that you can write"
+    assert local(OTEL_DFLASH_SHM="/nowhere")["shared memory"] == f"WRONG /nowhere does not exist; {remedy}"
+    base = places / f"otel-dflash-{os.getuid()}"
+    base.mkdir()
+    base.chmod(0o755)
+    assert local()["shared memory"] == (f"WRONG {base} is no directory or is open to others: remove it, or chmod 700 {base}; {remedy}")
+
+
+def test_directories_of_other_users(places: Path) -> None:
+    if os.getuid() != 0:  # cannot give one away
+        assert places_here.fault_of(Path("/etc")) == "/etc belongs to user root, and only its owner or root can remove it"
+        return
+    (places / "otel-dflash-12345").mkdir()
+    os.chown(places / "otel-dflash-12345", 12345, 12345)
+    found = local()
+    assert found["shared memory"].startswith("ok ")
+    assert (
+        found["other users"]
+        == f"warn sessions of others lie here too: {places}/otel-dflash-12345 (user 12345); if their runs have ended, ask them"
+    )
+    base = places / "otel-dflash-0"
+    base.mkdir(mode=0o700)
+    os.chown(base, 12345, 12345)
+    assert local()["shared memory"] == (
+        f"WRONG {base} belongs to user 12345, and only its owner or root can remove it; set OTEL_DFLASH_SHM to a tmpfs that you can write"
+    )
+
+
+def test_a_place_that_is_no_tmpfs(places: Path, tmp_path: Path) -> None:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
+    found = local(OTEL_DFLASH_SHM=str(tmp_path))["shared memory"]
+    assert found.startswith("ok" if kind == "tmpfs\n" else f"warn {tmp_path} is no tmpfs: rings live in the processes alone")
+
+
+def test_a_small_tmpfs(tmp_path: Path) -> None:
+    mounted = tmp_path / "shm"
+    mounted.mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    environment = {**kept, "OTEL_DFLASH_SHM": str(mounted), "OTEL_DFLASH_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    command: list[Any] = ["unshare", *own_user, "--mount", sys.executable, "-c", SMALL]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if result.returncode and ("cannot mount" in result.stderr or result.stderr.startswith("unshare:")):
+        pytest.skip(f"this machine allows no tmpfs of our own: {result.stderr.strip()}")
+    assert lines(result.stdout)["shared memory"] == (
+        f"warn {mounted}: 3 MiB free, room for 3 workers of 1 MiB; "
+        "more rings live in the processes alone: free some, or docker run --shm-size=1g"
+    )
+
+
+def test_recordings_without_a_place_or_with_little_room(places: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert local(OTEL_DFLASH_DIR=str(tmp_path / "file"))["recordings"] == (
+        f"WRONG {tmp_path}/file cannot be written; set OTEL_DFLASH_DIR to a directory that you can write"
+    )
+    found = local(OTEL_DFLASH_DIR=str(tmp_path), OTEL_DFLASH_RECORDING_BYTES=str(shutil.disk_usage(tmp_path).total * 2))["recordings"]
+    assert found.startswith("warn ")
+    assert found.endswith("; set OTEL_DFLASH_DIR to a larger disk, or OTEL_DFLASH_RECORDING_BYTES to less")
+
+
+def test_a_living_a_stopped_and_a_dead_agent(places: Path, tmp_path: Path) -> None:
+    with Running(tmp_path) as running:
+        run = running.session.run_id
+        dead = f"WRONG run {run} has no agent: its rings fill up; see {running.log}, and start the run again"
+        assert local()["agents"] == dead
+        agent = running.start_agent()
+        poll(lambda: list(running.recording.glob("segment-*.rec")))
+        assert local()["agents"] == f"ok run {run}: agent {agent.pid} records, sends nothing"
+        agent.send_signal(signal.SIGSTOP)
+        segment = next(iter(running.recording.glob("segment-*.rec")))
+        poll(lambda: Path(f"/proc/{agent.pid}/stat").read_text().split()[2] == "T")
+        os.utime(segment, ns=(0, segment.stat().st_mtime_ns - 60_000_000_000))  # as if a minute had passed
+        assert re.fullmatch(
+            rf"WRONG run {run}: agent {agent.pid} is stuck: it records nothing for 6\d s; "
+            rf"kill -9 it \(`otel-dflash run` starts another\), see {running.log}",
+            local()["agents"],
+        )
+        agent.kill()
+        agent.wait()
+        assert local()["agents"] == dead
+
+
+@pytest.mark.parametrize(("age_s", "status"), [(3, "ok"), (60, "warn")])
+def test_how_far_a_sink_is_behind(places: Path, session: Session, age_s: int, status: str) -> None:
+    register_process(session)
+    create_recording(session.recording, RunInfo("run-1", "here", 0, 0, 0, "0"))
+    writer = RecordingWriter(session.recording, 1 << 20, 0)
+    old_ns = time.monotonic_ns() - age_s * 1_000_000_000
+    for time_ns in (old_ns - 10**9, old_ns):
+        assert writer.append(FrameKind.AGENT, 0, 0, 0, b"{}", time_ns)
+    first_unsent = writer.next_number - 1
+    writer.close()
+    (session.recording / "cursor-spans-otlp.json").write_text(json.dumps({"position": first_unsent}))
+    (session.recording / "cursor-metrics-otlp.json").write_text(json.dumps({"position": first_unsent + 1}))
+    with (session.path / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # this test is the agent
+        found = local()["agents"]
+    shown = rf"metrics-otlp 0\.0 s, spans-otlp {age_s}\.\d s"
+    if status == "ok":
+        assert re.fullmatch(rf"ok run run-1: agent {os.getpid()} records, not yet sent: {shown}", found)
+    else:
+        log = session.recording / "agent.log"
+        assert re.fullmatch(
+            rf"warn run run-1: agent {os.getpid()} records, but spans-otlp is late \({shown}\): nothing is lost; why it waits is in {log}",
+            found,
+        )
+
+
+def test_a_run_whose_trainer_and_agent_were_killed(places: Path, session: Session) -> None:
+    old_s = time.time() - 120
+    os.utime(session.path / "session.json", (old_s, old_s))
+    (line, _) = agents.check()
+    assert line == (
+        Status.WARNING,
+        "agents",
+        "trainer and agent were both killed: run-1; `otel-dflash runs` saves what their rings hold",
+        None,
+    )
+
+
+NVML = """
+import time
+class NVMLError(Exception): pass
+def nvmlInit(): {}
+def nvmlDeviceGetCount(): return 8
+def nvmlSystemGetDriverVersion(): return "570.1"
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (NVML.format("pass"), (Status.OK, "NVML", "8 GPUs, driver 570.1", None)),
+        (
+            NVML.format("raise NVMLError('Driver Not Loaded')"),
+            (Status.UNKNOWN, "NVML", "no NVIDIA driver here: GPU metrics will be missing (Driver Not Loaded)", None),
+        ),
+        (
+            NVML.format("time.sleep(3600)"),
+            (
+                Status.WARNING,
+                "NVML",
+                "does not answer within 0.5 s: the driver hangs, GPU metrics will be missing; see dmesg",
+                None,
+            ),
+        ),
+        (
+            "raise ModuleNotFoundError",
+            (Status.UNKNOWN, "NVML", "nvidia-ml-py is not installed: GPU metrics will be missing; pip install nvidia-ml-py", None),
+        ),
+    ],
+)
+def test_nvml_that_answers_fails_hangs_or_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[object, ...]
+) -> None:
+    (tmp_path / "pynvml.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start = time.monotonic()
+    nvml = gpu.Nvml()
+    assert nvml.line(0.5 if "sleep" in source else 30) == expected
+    assert time.monotonic() - start < 20
