@@ -134,15 +134,15 @@ def everything() -> tuple[list[Frame], Catalog]:
 
 def test_a_snapshot_after_any_frame_goes_on_to_the_same_totals() -> None:
     frames, catalog = everything()
-    whole = Fold(catalog)
+    whole = Fold(catalog, exemplars=3)
     for frame in frames:
         whole.add(frame)
     for k in range(len(frames) + 1):
-        before = Fold(catalog)
+        before = Fold(catalog, exemplars=3)
         for frame in frames[:k]:
             before.add(frame)
         later = Catalog()  # as after a restart: a later segment does not name the rings that closed before it
-        after = Fold.from_dict(json.loads(json.dumps(before.to_dict())), later)
+        after = Fold.from_dict(json.loads(json.dumps(before.to_dict())), later, exemplars=3)
         assert set(later) == set(before.rings)
         later.update(catalog)
         for frame in frames[k:]:
@@ -155,7 +155,7 @@ def test_a_snapshot_after_any_frame_goes_on_to_the_same_totals() -> None:
 def test_folding_many_frames_together_gives_the_same_totals(batch: int) -> None:
     frames, catalog = everything()
     frames = [*frames[:20], *frames[15:]]  # some twice
-    one_by_one, together = Fold(catalog), Fold(catalog)
+    one_by_one, together = Fold(catalog, exemplars=3), Fold(catalog, exemplars=3)
     for frame in frames:
         one_by_one.add(frame)
     for start in range(0, len(frames), batch):
@@ -164,7 +164,7 @@ def test_folding_many_frames_together_gives_the_same_totals(batch: int) -> None:
 
 
 def test_a_snapshot_of_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="has version 0, need 1; fold the recording from its start"):
+    with pytest.raises(ValueError, match="has version 0, need 2; fold the recording from its start"):
         Fold.from_dict({"version": 0}, Catalog())
 
 
@@ -187,6 +187,7 @@ def test_totals_of_a_small_ring() -> None:
         created_ns=100,
         coverage=totals.coverage,
         last_ns=190,
+        longest=totals.longest,
         next_sequence=8,
         records=8,
         steps=2,

@@ -25,11 +25,11 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def data_of(frames: list[Frame], *rings: PlantedRing, time_ns: int = 1_000 * MS, lags: dict[str, float] | None = None) -> MetricsData:
+def data_of(frames: list[Frame], *rings: PlantedRing, time_ns: int = 1_000 * MS) -> MetricsData:
     catalog = catalog_of(*rings)
     fold = Fold(catalog)
     fold.add_all([*(ring.names_frame() for ring in rings), *frames])
-    return metrics_data(fold, INFO, time_ns, lags or {})
+    return metrics_data(fold, INFO, time_ns)
 
 
 def short(attributes: dict[str, Any]) -> str:
@@ -56,20 +56,22 @@ def flat(data: MetricsData) -> dict[str, Any]:
 
 
 def test_every_metric_of_a_small_run() -> None:
-    target = PlantedRing(1, "target", 0, pid=100, created_ns=10 * MS)
+    target = PlantedRing(1, "target", 0, pid=100, created_ns=10 * MS, gpu=3)
     target.phase("queue_get", 10 * MS, 30 * MS, "starved")
     target.phase("model_forward", 40 * MS, 60 * MS)
     target.phase("model_forward", 60 * MS, 80 * MS, error="ValueError")
     target.step(10 * MS, 90 * MS, tokens=512)
     target.phase("model_forward", 120 * MS, 140 * MS)  # in a step that has not ended: 30 ms before it are not settled
     drafter = PlantedRing(2, "drafter", 7, pid=200, created_ns=20 * MS)
-    frames = [target.flush(), target.counters(1, 512, 0, 0, 3), agent_frame(7 * MS, -2_000, {1: 0.25}, cost=1300.0)]
+    figures = agent_frame(7 * MS, -2_000, {1: 0.25}, cost=1300.0, lags={"spans": 1.5, "metrics": 0})
+    frames = [target.flush(), target.counters(1, 512, 0, 0, 3), figures, drafter.closed(20 * MS)]
     idle = {"ring_full": 0, "wrong_thread": 0, "stale": 0, "unsupported_value": 0, "name_limit": 0, "unmatched_item": 0}
     idle |= {"malformed": 0, "not_recorded": 0}
-    assert flat(data_of(frames, target, drafter, lags={"spans": 1.5, "metrics": 0})) == {
+    assert flat(data_of(frames, target, drafter)) == {
         "run-1-node-a-100": {
+            "worker.count": {"role=target state=running": 1, "role=target state=ended": 0},
             "phase.duration": {
-                "role=target id=0 phase=model_forward": {
+                "role=target id=0 gpu.index=3 phase=model_forward": {
                     "count": 2,
                     "sum": 0.04,
                     "min": 0.02,
@@ -78,7 +80,7 @@ def test_every_metric_of_a_small_run() -> None:
                     "zero_count": 0,
                     "positive": {"offset": -362, "bucket_counts": [2]},
                 },
-                "role=target id=0 phase=model_forward error.type=ValueError": {
+                "role=target id=0 gpu.index=3 phase=model_forward error.type=ValueError": {
                     "count": 1,
                     "sum": 0.02,
                     "min": 0.02,
@@ -87,7 +89,7 @@ def test_every_metric_of_a_small_run() -> None:
                     "zero_count": 0,
                     "positive": {"offset": -362, "bucket_counts": [1]},
                 },
-                "role=target id=0 phase=queue_get": {
+                "role=target id=0 gpu.index=3 phase=queue_get": {
                     "count": 1,
                     "sum": 0.02,
                     "min": 0.02,
@@ -98,7 +100,7 @@ def test_every_metric_of_a_small_run() -> None:
                 },
             },
             "step.duration": {
-                "role=target id=0": {
+                "role=target id=0 gpu.index=3": {
                     "count": 1,
                     "sum": 0.08,
                     "min": 0.08,
@@ -109,22 +111,23 @@ def test_every_metric_of_a_small_run() -> None:
                 },
             },
             "worker.time": {
-                "role=target id=0 state=busy": 0.06,
-                "role=target id=0 state=starved": 0.02,
-                "role=target id=0 state=backpressured": 0.0,
-                "role=target id=0 state=lock_wait": 0.0,
-                "role=target id=0 state=other": 0.02,
+                "role=target id=0 gpu.index=3 state=busy": 0.06,
+                "role=target id=0 gpu.index=3 state=starved": 0.02,
+                "role=target id=0 gpu.index=3 state=backpressured": 0.0,
+                "role=target id=0 gpu.index=3 state=lock_wait": 0.0,
+                "role=target id=0 gpu.index=3 state=other": 0.02,
             },
-            "worker.batches": {"role=target id=0": 1},
-            "worker.tokens": {"role=target id=0": 512},
-            "telemetry.events": {"role=target id=0": 5},
+            "worker.batches": {"role=target id=0 gpu.index=3": 1},
+            "worker.tokens": {"role=target id=0 gpu.index=3": 512},
+            "telemetry.events": {"role=target id=0 gpu.index=3": 5},
             "telemetry.events.dropped": {
-                f"role=target id=0 telemetry.drop.reason={reason}": count for reason, count in {**idle, "ring_full": 3}.items()
+                f"role=target id=0 gpu.index=3 telemetry.drop.reason={reason}": count for reason, count in {**idle, "ring_full": 3}.items()
             },
-            "telemetry.ring.utilization": {"role=target id=0": 0.25},
-            "telemetry.overhead": {"role=target id=0": 5 * 1300 / (130 * MS)},
+            "telemetry.ring.utilization": {"role=target id=0 gpu.index=3": 0.25},
+            "telemetry.overhead": {"role=target id=0 gpu.index=3": 5 * 1300 / (130 * MS)},
         },
         "run-1-node-a-200": {
+            "worker.count": {"role=drafter state=running": 0, "role=drafter state=ended": 1},
             "worker.time": {
                 f"role=drafter id=7 state={state}": 0.0 for state in ("busy", "starved", "backpressured", "lock_wait", "other")
             },
@@ -157,6 +160,7 @@ def test_a_metric_carries_its_definition_and_times_of_the_recording() -> None:
         for name, metric in metrics.items()
     }
     assert kinds == {
+        "dflash.worker.count": ("{worker}", 2, False),
         "dflash.step.duration": ("s", 2, None),
         "dflash.worker.time": ("s", 2, True),
         "dflash.worker.batches": ("{batch}", 2, True),
@@ -216,11 +220,13 @@ def test_the_environment_names_the_service_and_the_recording_the_instance(monkey
     ]
 
 
-def test_a_ring_newer_than_the_interval_has_no_point_that_ends_before_it_starts() -> None:
-    target = PlantedRing(1, "target", 0, created_ns=500)
-    data = data_of([], target, time_ns=400)
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        assert {point.time_unix_nano for point in metric.data.data_points} == {WALL + 500}
+def test_a_worker_newer_than_the_interval_waits_for_the_next() -> None:
+    old, new = PlantedRing(1, "target", 0, created_ns=300), PlantedRing(2, "target", 1, created_ns=500)
+    found = [data_of([], old, new, time_ns=time_ns) for time_ns in (400, 500)]
+    assert [list(flat(data)["run-1-node-a-100"]["worker.batches"]) for data in found] == [
+        ["role=target id=0"],
+        ["role=target id=0", "role=target id=1"],
+    ]
 
 
 def test_nothing_recorded_is_no_data() -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from otel_dflash.agent.catalog import Catalog, RingNames
 from otel_dflash.agent.coverage import PENDING_MAX, Coverage
+from otel_dflash.agent.exemplars import KEY_MASK, STEP_MASK, Found, Longest
 from otel_dflash.agent.frames import Frame, FrameKind
 from otel_dflash.agent.histogram import Histogram, group
 from otel_dflash.records import (
@@ -47,9 +48,7 @@ SOURCES_MAX: Final = 1024  # distinct rings whose items a worker consumed, count
 _FUTURE_NS_MAX: Final = 60_000_000_000  # a record that ends later than this after its frame was written is torn
 _DURATION_NS_MAX: Final = 1 << 53  # 104 days
 
-_KEY_MASK: Final = np.uint64((1 << (KIND_SHIFT + 8)) - 1)  # kind, name, error: all of word 0 but the lap
-_STEP_MASK: Final = np.uint64((KIND_MASK << KIND_SHIFT) | ERROR_MASK)  # a step's name is its thread
-_SNAPSHOT_VERSION: Final = 1
+_SNAPSHOT_VERSION: Final = 2
 
 
 @dataclass(slots=True)
@@ -60,6 +59,7 @@ class RingTotals:
     created_ns: int
     coverage: Coverage
     last_ns: int
+    longest: Longest  # phases and steps since `forget_settled`
     next_sequence: int = 0
     records: int = 0
     malformed: int = 0
@@ -94,6 +94,10 @@ class RingTotals:
             if key >> KIND_SHIFT == kind:
                 yield key >> NAME_SHIFT & NAME_MASK, key & ERROR_MASK, histogram
 
+    def longest_of(self, kind: Kind, name_id: int, error_id: int) -> list[Found]:
+        """Return what is kept of one of those series and has a known span, longest first."""
+        return self.longest.settled(kind << KIND_SHIFT | name_id << NAME_SHIFT | error_id)
+
     def state_ns(self, names: RingNames, settled: bool = False) -> dict[State, int]:
         """Return ns per state, every state present: they sum to `wall_ns`. With `settled`, OTHER holds only what can't change."""
         states = dict.fromkeys(State, 0)
@@ -118,6 +122,7 @@ class RingTotals:
         data["durations"] = {str(key): histogram.to_dict() for key, histogram in self.durations.items()}
         for name in ("self_ns", "sources"):
             data[name] = {str(key): value for key, value in data[name].items()}
+        data["longest"] = self.longest.to_dict()
         return data
 
     @classmethod
@@ -130,6 +135,7 @@ class RingTotals:
             "durations": {int(key): Histogram.from_dict(value) for key, value in data["durations"].items()},
             "self_ns": {int(key): value for key, value in data["self_ns"].items()},
             "sources": {int(key): value for key, value in data["sources"].items()},
+            "longest": Longest.from_dict(data["ring"], data["longest"]),
         }
         return cls(**{**data, **restored})
 
@@ -142,21 +148,24 @@ class AgentTotals:
     cpu_last_ns: int = 0
     wall_offset_ns: int | None = None
     cost_ns: float | None = None  # per record, in the trainer, as calibrated
+    lags_s: dict[str, float] = field(default_factory=dict)  # sink -> age of the newest record it has delivered
 
-    def take(self, cpu_ns: int, wall_offset_ns: int, cost_ns: float) -> None:
+    def take(self, cpu_ns: int, wall_offset_ns: int, cost_ns: float, lags_s: dict[str, float]) -> None:
         """Take an AGENT frame."""
         self.cpu_ns += cpu_ns - self.cpu_last_ns if cpu_ns >= self.cpu_last_ns else cpu_ns
         self.cpu_last_ns = cpu_ns
         self.wall_offset_ns = wall_offset_ns
         self.cost_ns = cost_ns or self.cost_ns  # 0: no ring has said yet
+        self.lags_s = lags_s
 
 
 class Fold:
     """Totals of all frames added so far. One thread; `catalog` is the reader's, which knows the names of a frame before the fold does."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        """Start from nothing."""
+    def __init__(self, catalog: Catalog, exemplars: int = 0) -> None:
+        """Start from nothing; of each series the `exemplars` longest phases or steps are kept (exemplars.py)."""
         self.catalog = catalog
+        self.exemplars = exemplars
         self.rings: dict[int, RingTotals] = {}
         self.agent = AgentTotals()
         self.malformed = 0  # frames and records of no known ring; each ring counts its own
@@ -191,6 +200,11 @@ class Fold:
         for together in waiting.values():
             self._add_records(together)
 
+    def forget_longest(self) -> None:
+        """Begin the next interval of exemplars."""
+        for totals in self.rings.values():
+            totals.longest.forget_settled()
+
     def workers(self) -> dict[tuple[int, str, int], list[tuple[RingTotals, RingNames]]]:
         """Return the rings of each worker by (pid, role, index): one that was made again has several."""
         found: dict[tuple[int, str, int], list[tuple[RingTotals, RingNames]]] = {}
@@ -206,7 +220,7 @@ class Fold:
         return {"version": _SNAPSHOT_VERSION, "time_ns": self.time_ns, "malformed": self.malformed, "agent": agent, "rings": rings}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], catalog: Catalog) -> Fold:
+    def from_dict(cls, data: dict[str, Any], catalog: Catalog, exemplars: int = 0) -> Fold:
         """Return the fold that `to_dict` wrote; names that `catalog` lacks are put into it: closed rings have none in later segments.
 
         Raises:
@@ -214,7 +228,7 @@ class Fold:
         """
         if data["version"] != _SNAPSHOT_VERSION:
             raise ValueError(f"fold snapshot has version {data['version']}, need {_SNAPSHOT_VERSION}; fold the recording from its start")
-        fold = cls(catalog)
+        fold = cls(catalog, exemplars)
         fold.time_ns, fold.malformed, fold.agent = data["time_ns"], data["malformed"], AgentTotals(**data["agent"])
         for item in data["rings"]:
             entries = [(kind, text) for kind, text in item["names"]]
@@ -229,7 +243,7 @@ class Fold:
         totals = self.rings.get(ring)
         if totals is None:
             created_ns = self.catalog[ring].worker.created_ns
-            totals = self.rings[ring] = RingTotals(ring, created_ns, Coverage(created_ns), created_ns)
+            totals = self.rings[ring] = RingTotals(ring, created_ns, Coverage(created_ns), created_ns, Longest(ring, self.exemplars))
         return totals
 
     def _add_records(self, frames: Sequence[Frame]) -> None:
@@ -240,7 +254,8 @@ class Fold:
 
     def _take_agent(self, frame: Frame) -> None:
         said = frame.json()
-        self.agent.take(said["cpu_ns"], said["wall_offset_ns"], said["cost_ns"])
+        lags_s = {f"{sink}": float(lag_s) for sink, lag_s in said.get("lags_s", {}).items()}
+        self.agent.take(said["cpu_ns"], said["wall_offset_ns"], said["cost_ns"], lags_s)
         for ring, totals in self.rings.items():
             totals.fill = float(said["fill"].get(str(ring), 0.0))
 
@@ -267,7 +282,13 @@ def _take_records(totals: RingTotals, frame: Frame) -> None:
     totals.not_recorded += max(frame.first - totals.next_sequence, 0)
     totals.next_sequence = max(totals.next_sequence, frame.first + len(rows))
     totals.records += len(rows) - seen
-    rows = _well_formed(totals, rows[seen:], frame.time_ns)
+    sequences = np.arange(frame.first + seen, frame.first + len(rows), dtype=np.uint64)
+    rows = rows[seen:]
+    good = _well_formed(rows, frame.time_ns)
+    bad = len(rows) - int(np.count_nonzero(good))
+    if bad:
+        totals.malformed += bad
+        rows, sequences = rows[good], sequences[good]
     if not len(rows):
         return
     kinds = rows[:, 0] >> np.uint64(KIND_SHIFT) & np.uint64(KIND_MASK)
@@ -276,20 +297,21 @@ def _take_records(totals: RingTotals, frame: Frame) -> None:
     totals.last_ns = max(totals.last_ns, int(np.where(timed, rows[:, 2], rows[:, 1]).max()))
     _take_steps(totals, rows[steps])
     _take_sources(totals, rows[(kinds == Kind.CONSUMED) | (kinds == Kind.RESUMED)])
-    _take_durations(totals, rows[timed], steps[timed])
+    groups = _take_durations(totals, rows[timed], steps[timed])
+    totals.longest.look_at(groups, rows, sequences, kinds)
 
 
-def _well_formed(totals: RingTotals, rows: NDArray[np.uint64], time_ns: int) -> NDArray[np.uint64]:
-    """Return the rows that can be true, count the others: a ring may be torn or written by a stranger."""
+def _well_formed(rows: NDArray[np.uint64], time_ns: int) -> NDArray[np.bool_]:
+    """Return which rows can be true: a ring may be torn or written by a stranger."""
     kinds = rows[:, 0] >> np.uint64(KIND_SHIFT) & np.uint64(KIND_MASK)
     starts, ends = rows[:, 1], rows[:, 2]
     timed = (kinds == Kind.PHASE) | (kinds == Kind.STEP)
     latest = np.uint64(min(time_ns + _FUTURE_NS_MAX, WORD_MASK))
-    good = np.where(timed, (starts <= ends) & (ends <= latest) & (ends - starts < np.uint64(_DURATION_NS_MAX)), starts <= latest)
+    good: NDArray[np.bool_] = np.where(
+        timed, (starts <= ends) & (ends <= latest) & (ends - starts < np.uint64(_DURATION_NS_MAX)), starts <= latest
+    )
     good &= (kinds >= min(Kind)) & (kinds <= max(Kind))
-    bad = len(rows) - int(np.count_nonzero(good))
-    totals.malformed += bad
-    return rows[good] if bad else rows
+    return good
 
 
 def _take_steps(totals: RingTotals, rows: NDArray[np.uint64]) -> None:
@@ -306,9 +328,10 @@ def _take_sources(totals: RingTotals, rows: NDArray[np.uint64]) -> None:
         totals.sources[key] = totals.sources.get(key, 0) + count
 
 
-def _take_durations(totals: RingTotals, rows: NDArray[np.uint64], steps: NDArray[np.bool_]) -> None:
+def _take_durations(totals: RingTotals, rows: NDArray[np.uint64], steps: NDArray[np.bool_]) -> dict[int, Histogram]:
+    """Take phases and steps; return their durations by series."""
     starts, ends = rows[:, 1], rows[:, 2]
-    keys = rows[:, 0] & np.where(steps, _STEP_MASK, _KEY_MASK)
+    keys = rows[:, 0] & np.where(steps, STEP_MASK, KEY_MASK)
     groups = group(keys, ends - starts)
     for key, histogram in groups.items():
         totals.durations.setdefault(key, Histogram()).merge(histogram)
@@ -317,7 +340,7 @@ def _take_durations(totals: RingTotals, rows: NDArray[np.uint64], steps: NDArray
     reached = np.maximum.accumulate(np.concatenate(([np.uint64(totals.coverage.reached_ns)], ends)))[:-1]
     if np.any(phases & (starts < reached)):
         _account_nested(totals, keys, starts, ends)
-        return
+        return groups
     length_ns = 0
     for key, histogram in groups.items():
         if key >> KIND_SHIFT == Kind.PHASE:
@@ -330,6 +353,7 @@ def _take_durations(totals: RingTotals, rows: NDArray[np.uint64], steps: NDArray
         totals.coverage.settle(int(ends[:since].max()))
     tail = np.flatnonzero(phases[since:])[-PENDING_MAX - 1 :] + since
     totals.coverage.append(list(zip(starts[tail].tolist(), ends[tail].tolist(), strict=True)), length_ns)
+    return groups
 
 
 def _account_nested(totals: RingTotals, keys: NDArray[np.uint64], starts: NDArray[np.uint64], ends: NDArray[np.uint64]) -> None:
