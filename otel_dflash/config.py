@@ -6,6 +6,7 @@ variable                    meaning                                             
 OTEL_DFLASH_DISABLED        ``true`` turns all of it off (as does OTEL_SDK_DISABLED)         false
 OTEL_DFLASH_DIR             directory of the recordings                                      ./dflash-runs
 OTEL_DFLASH_RUN_ID          the run's name: letters, digits, ``._-``, at most 64             time and random
+OTEL_DFLASH_NODE            name of this node: `host.name` of what it sends                  the host's
 OTEL_DFLASH_SESSION         session directory to join; set by ``run`` and by ``start()``     a new one
 OTEL_DFLASH_SHM             where session directories live; must be a tmpfs                  /dev/shm
 OTEL_DFLASH_RING_BYTES      size of a worker's ring, a power of two, 128 KiB .. 64 MiB       1 MiB
@@ -13,7 +14,10 @@ OTEL_DFLASH_AGENT           command that runs the agent, when not this interpret
 OTEL_DFLASH_DRAIN_MS        how often the agent drains the rings, 1 .. 10000 ms              100
 OTEL_DFLASH_RECORDING_BYTES size cap of one recording, oldest part removed first, >= 1 MiB   2 GiB
 OTEL_DFLASH_METRIC_MS       interval of metric points, >= 100 ms                             10000
+OTEL_DFLASH_METRIC_AGE_S    no metric point that is older is sent: less than the receiver's  2505600
+                            out-of-order window, else it refuses whole requests
 OTEL_DFLASH_EXIT_MS         how long the agent may flush after the last trainer's end        1200
+OTEL_DFLASH_KEEP            traces sent whatever the sampler says: slow, error, or slow,error  none
 OTEL_DFLASH_OTLP_HEADERS_FILE  file with OTLP headers, read by the agent only                none
 ==========================  ===============================================================  ==================
 """
@@ -29,9 +33,13 @@ SESSION_VARIABLE = "OTEL_DFLASH_SESSION"
 AGENT_VARIABLE = "OTEL_DFLASH_AGENT"
 DIRECTORY_VARIABLE = "OTEL_DFLASH_DIR"
 RUN_ID_VARIABLE = "OTEL_DFLASH_RUN_ID"
+NODE_VARIABLE = "OTEL_DFLASH_NODE"
 SHM_VARIABLE = "OTEL_DFLASH_SHM"
+KEEP_VARIABLE = "OTEL_DFLASH_KEEP"
+METRIC_AGE_VARIABLE = "OTEL_DFLASH_METRIC_AGE_S"
 HEADERS_FILE_VARIABLE = "OTEL_DFLASH_OTLP_HEADERS_FILE"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")  # of torchrun, srun, mpirun
 
 
 class ConfigError(ValueError):
@@ -82,6 +90,23 @@ def run_id(text: str) -> str:
     return text
 
 
+def node_name() -> str:
+    """Return this node's name, which is its telemetry's `host.name`: OTEL_DFLASH_NODE, else the host's.
+
+    Raises:
+        ConfigError: OTEL_DFLASH_NODE cannot name a node.
+    """
+    chosen = os.environ.get(NODE_VARIABLE)
+    if chosen and not RUN_ID.fullmatch(chosen):
+        raise ConfigError(f"{NODE_VARIABLE} is 1 to 64 letters, digits, '.', '_' or '-', got {chosen!r}; unset it for the host's name")
+    return chosen or os.uname().nodename
+
+
+def is_rank() -> bool:
+    """Return whether a launcher started this process as one of a node's ranks."""
+    return any(name in os.environ for name in LOCAL_RANK_VARIABLES)
+
+
 def recordings_directory() -> Path:
     """Return the directory that holds the recordings, absolute.
 
@@ -104,6 +129,8 @@ class AgentConfig(NamedTuple):
     """Size cap of the recording."""
     metric_interval_ns: int
     """Recorded time between two points of a series."""
+    metric_age_ns_max: int
+    """No point of a series that is older is sent."""
     exit_timeout_s: float
     """Seconds the sinks may take to flush once the last trainer process is gone."""
 
@@ -118,5 +145,6 @@ class AgentConfig(NamedTuple):
             drain_interval_s=integer("OTEL_DFLASH_DRAIN_MS", 100, 1, 10_000) / 1e3,
             recording_bytes=integer("OTEL_DFLASH_RECORDING_BYTES", 2 << 30, 1 << 20, 1 << 50),
             metric_interval_ns=integer("OTEL_DFLASH_METRIC_MS", 10_000, 100, 3_600_000) * 1_000_000,
+            metric_age_ns_max=integer(METRIC_AGE_VARIABLE, 29 * 86_400, 60, 1 << 32) * 1_000_000_000,
             exit_timeout_s=integer("OTEL_DFLASH_EXIT_MS", 1200, 0, 3_600_000) / 1e3,
         )

@@ -10,6 +10,11 @@ from typing import Final
 SCOPE_NAME: Final = "otel_dflash"
 DEFAULT_SERVICE_NAME: Final = "dflash"
 
+# What `otel-dflash doctor` sends
+DOCTOR_SERVICE_NAME: Final = "dflash-doctor"
+DOCTOR_SPAN: Final = "dflash.doctor"
+DOCTOR_CANARY: Final = ("dflash.doctor.canary", "s", "Unix time of the newest canary.")
+
 # Resource
 SERVICE_NAME: Final = "service.name"  # <OTEL_SERVICE_NAME or dflash>-<role> on spans, without the role on metrics
 SERVICE_NAMESPACE: Final = "service.namespace"  # on spans <OTEL_SERVICE_NAME or dflash>, unless the user says another
@@ -38,6 +43,11 @@ QUEUE_NAME: Final = "dflash.queue.name"
 QUEUE_RESIDENCE: Final = "dflash.queue.residence"  # s, from put to get
 QUEUE_ITEM_EVENT: Final = "dflash.queue.item"  # one event per consumed item on the span of the get
 STATE: Final = "dflash.worker.state"
+TRACE_SAMPLED: Final = "dflash.trace.sampled"  # false, on a link and on its event: the trace it leads to was not sent by then
+TRACE_CONTINUED: Final = "dflash.trace.continued"  # on a step: in so many further traces lie phases that found no room in its own
+LINK_KIND: Final = "dflash.link.kind"  # on links between the parts of a step; those to the producers of items have none
+LINK_CONTINUES: Final = "continues"  # from a span to what it would be below, were that in its trace
+LINK_CONTINUED: Final = "continued"  # from a step to the first of its spans in a further trace
 STEP_SPAN_SUFFIX: Final = "step"
 
 # step.set() keywords that have a name of their own; any other key goes out as "dflash.<key>" when it has no dot.
@@ -48,6 +58,7 @@ ATTRIBUTE_PREFIX: Final = "dflash."
 PHASE_DURATION: Final = ("dflash.phase.duration", "s", "Host time of one phase.")
 STEP_DURATION: Final = ("dflash.step.duration", "s", "Host time of one step of a worker.")
 WORKER_TIME: Final = ("dflash.worker.time", "s", "Wall time of a worker by state; the states sum to the whole.")
+WORKER_COUNT: Final = ("dflash.worker.count", "{worker}", "Workers of a process by role: running, or ended.")
 WORKER_BATCHES: Final = ("dflash.worker.batches", "{batch}", "Steps a worker completed.")
 WORKER_TOKENS: Final = ("dflash.worker.tokens", "{token}", "Tokens of the steps a worker completed.")
 TELEMETRY_EVENTS: Final = ("dflash.telemetry.events", "{event}", "Records taken from the rings.")
@@ -59,6 +70,8 @@ TELEMETRY_LAG: Final = ("dflash.telemetry.lag", "s", "Age of the newest record a
 TELEMETRY_CLOCK_OFFSET: Final = ("dflash.telemetry.clock.offset", "s", "Wall clock minus anchored time.")
 
 PHASE: Final = "dflash.phase"
+STATE_RUNNING: Final = "running"  # dflash.worker.state of dflash.worker.count
+STATE_ENDED: Final = "ended"  # the worker was closed, or its process is gone
 DROP_REASON: Final = "dflash.telemetry.drop.reason"
 COMPONENT: Final = "dflash.telemetry.component"
 SINK: Final = "dflash.telemetry.sink"

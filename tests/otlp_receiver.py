@@ -80,10 +80,12 @@ class Point:
 
 
 class OtlpReceiver:
-    """Context manager. `down` makes both ports refuse each request (UNAVAILABLE, 503), which exporters retry."""
+    """Context manager. `down` makes both ports refuse each request (UNAVAILABLE, 503), which exporters retry; those that `refuses`
+    says are refused for good (INVALID_ARGUMENT, 400)."""
 
     def __init__(self) -> None:
         self.down = False
+        self.refuses: Callable[[Any], bool] = lambda request: False
         self.requests: list[dict[str, str]] = []  # headers of each accepted request, keys in lower case, "protocol" added
         self._changed = threading.Condition()
         self._spans: list[Span] = []
@@ -278,7 +280,7 @@ class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
         self._receiver = receiver
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802  gRPC's name
-        self._receiver.store_spans(request, _accept(self._receiver, context))
+        self._receiver.store_spans(request, _accept(self._receiver, request, context))
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -287,14 +289,16 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
         self._receiver = receiver
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802  gRPC's name
-        self._receiver.store_metrics(request, _accept(self._receiver, context))
+        self._receiver.store_metrics(request, _accept(self._receiver, request, context))
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
-def _accept(receiver: OtlpReceiver, context: grpc.ServicerContext) -> dict[str, str]:
+def _accept(receiver: OtlpReceiver, request: Any, context: grpc.ServicerContext) -> dict[str, str]:
     """Return a request's headers; when the receiver is down this raises out of the call."""
     if receiver.down:
         context.abort(grpc.StatusCode.UNAVAILABLE, "the receiver is down")
+    if receiver.refuses(request):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the receiver does not take that")
     return {"protocol": "grpc", **{str(key): str(value) for key, value in context.invocation_metadata()}}
 
 
@@ -312,12 +316,17 @@ class _Handler(BaseHTTPRequestHandler):
         encoding = self.headers.get("Content-Encoding", "")
         body = gzip.decompress(body) if encoding == "gzip" else zlib.decompress(body) if encoding == "deflate" else body
         headers = {"protocol": "http/protobuf", **{key.lower(): value for key, value in self.headers.items()}}
-        if self.path == "/v1/traces":
-            receiver.store_spans(trace_service_pb2.ExportTraceServiceRequest.FromString(body), headers)
-        elif self.path == "/v1/metrics":
-            receiver.store_metrics(metrics_service_pb2.ExportMetricsServiceRequest.FromString(body), headers)
-        else:
+        kinds = {
+            "/v1/traces": (trace_service_pb2.ExportTraceServiceRequest, receiver.store_spans),
+            "/v1/metrics": (metrics_service_pb2.ExportMetricsServiceRequest, receiver.store_metrics),
+        }
+        if self.path not in kinds:
             return self._answer(404, b"no such signal")
+        kind, store = kinds[self.path]
+        request = kind.FromString(body)
+        if receiver.refuses(request):
+            return self._answer(400, b"the receiver does not take that")
+        store(request, headers)
         return self._answer(200, b"")
 
     def _answer(self, status: int, body: bytes) -> None:

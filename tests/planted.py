@@ -76,9 +76,12 @@ def json_frame(kind: FrameKind, ring: int, payload: dict[str, Any]) -> Frame:
     return Frame(0, kind, ring, 0, 0, 0, json.dumps(payload).encode())
 
 
-def agent_frame(cpu: int, offset: int = 0, fill: dict[int, float] | None = None, cost: float = 100.0) -> Frame:
+def agent_frame(
+    cpu: int, offset: int = 0, fill: dict[int, float] | None = None, cost: float = 100.0, lags: dict[str, float] | None = None
+) -> Frame:
     fills = {str(ring << 28): ratio for ring, ratio in (fill or {}).items()}
-    return json_frame(FrameKind.AGENT, 0, {"cpu_ns": cpu, "wall_offset_ns": offset, "fill": fills, "cost_ns": cost})
+    figures = {"cpu_ns": cpu, "wall_offset_ns": offset, "fill": fills, "cost_ns": cost, "lags_s": lags or {}}
+    return json_frame(FrameKind.AGENT, 0, figures)
 
 
 def catalog_of(*rings: PlantedRing) -> Catalog:

@@ -187,9 +187,13 @@ def assert_exact(running: Running, counts: Counter[str], receiver: OtlpReceiver)
     assert totals_received(receiver) == {**wanted, "tokens": counts["tokens"]}
     assert dropped(receiver) == {}
     starts: dict[tuple[object, ...], set[int]] = {}
+    points: dict[tuple[object, ...], set[bytes]] = {}
     for point in receiver.points():
-        starts.setdefault((point.name, *sorted(point.attributes.items()), point.resource["service.instance.id"]), set()).add(point.start_ns)
+        series = (point.name, *sorted(point.attributes.items()), point.resource["service.instance.id"])
+        starts.setdefault(series, set()).add(point.start_ns)
+        points.setdefault((*series, point.time_ns), set()).add(point.proto.SerializeToString(deterministic=True))
     assert {key: found for key, found in starts.items() if len(found) > 1} == {}
+    assert {key: found for key, found in points.items() if len(found) > 1} == {}, "a repeated point must be byte-identical"
     records = Counter({frame.ring: 0 for frame in running.frames()})
     for frame in running.frames():
         if frame.kind.name == "RECORDS":

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "agent": ({"numpy", "opentelemetry"}, {".", "agent"}),  # opentelemetry: the API
     "views": ({"numpy", "rich"}, {".", "agent", "views"}),
     "stack": (set(), {".", "stack"}),  # the engines: builds and runs other programs
-    "cli": ({"click", "rich"}, {".", "trainer", "agent", "views", "stack", "cli"}),
+    "doctor": ({"certifi", "opentelemetry"}, {".", "trainer", "agent", "stack", "doctor"}),
+    "cli": ({"click", "rich"}, {".", "trainer", "agent", "views", "stack", "doctor", "cli"}),
 }
 # files that may do more than their folder
 MAY_ALSO_IMPORT = {
@@ -32,7 +33,10 @@ MAY_ALSO_IMPORT = {
     "agent/metrics.py": {"opentelemetry.sdk"},  # metric points
     "agent/resources.py": {"opentelemetry.sdk"},
     "agent/exporters.py": {"opentelemetry.sdk"},
+    "doctor/canary.py": {"opentelemetry.sdk"},  # the span and the metric it sends
     "agent/sinks.py": {"opentelemetry.sdk"},  # what an export returned
+    "agent/span_sink.py": {"opentelemetry.sdk"},
+    "agent/sampling.py": {"opentelemetry.sdk"},  # how a ratio becomes a bound
 }
 FOREIGN_TO_A_TRAINER = {"opentelemetry", "grpc", "google.protobuf", "pynvml", "wandb", "numpy", "torch", "click", "rich", "psutil"}
 

@@ -16,14 +16,16 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otel_dflash.agent import sinks
 from otel_dflash.agent.frames import Frame
 from otel_dflash.agent.recording import RecordingWriter, RunInfo, create_recording
-from otel_dflash.agent.sinks import MetricSink, Sink, SpanSink
+from otel_dflash.agent.sinks import MetricSink, Sink
+from otel_dflash.agent.span_sink import SpanSink
+from otel_dflash.config import AgentConfig
 from tests.planted import PlantedRing, agent_frame
 from tests.running import poll
 
 MS = 1_000_000
 S = 1_000_000_000
 WALL = 1_700_000_000 * S
-INTERVAL = 10 * S
+CONFIG = AgentConfig(0.1, 1 << 30, metric_interval_ns=10 * S, metric_age_ns_max=3600 * S, exit_timeout_s=1)
 
 
 class Spans(SpanExporter):
@@ -284,7 +286,7 @@ def test_after_an_outage_there_is_one_point_for_each_recorded_interval(
     for second in range(3, 60, 2):
         steps(writer, ring, 1, second * S)
         append(writer, agent_frame(second), second * S)
-    sink = start(MetricSink("test", exporter, directory, INTERVAL, writer))
+    sink = start(MetricSink("test", exporter, directory, CONFIG, writer, clock=lambda: WALL + 60 * S))
     finished(sink)
     assert exporter.points == [
         (10 * S, 2 * S, 4),
@@ -305,12 +307,12 @@ def test_a_metric_sink_started_again_at_any_frame_sends_the_same_totals(
     for second in range(0, 60, 3):
         steps(writer, ring, 2, second * S)
         exporter = Metrics()
-        finished(start(MetricSink("test", exporter, directory, INTERVAL, writer)))
+        finished(start(MetricSink("test", exporter, directory, CONFIG, writer, clock=lambda: WALL + 60 * S)))
         points += exporter.points
     assert points[-1] == (57 * S, 0, 40)
     assert [count for _, _, count in points] == sorted(count for _, _, count in points)
     assert {start_ns for _, start_ns, _ in points} == {0}
-    assert all(count == 2 * (time_ns // (3 * S) + 1) for time_ns, _, count in points if time_ns % INTERVAL)
+    assert all(count == 2 * (time_ns // (3 * S) + 1) for time_ns, _, count in points if time_ns % CONFIG.metric_interval_ns)
 
 
 def test_totals_of_a_later_version_are_folded_again_from_the_start(
@@ -319,6 +321,6 @@ def test_totals_of_a_later_version_are_folded_again_from_the_start(
     steps(writer, PlantedRing(1, "target", 0), 5)
     (directory / "cursor-metrics-test.json").write_text('{"position": 2, "totals": {"version": 99}}')
     exporter = Metrics()
-    finished(start(MetricSink("test", exporter, directory, INTERVAL, writer)))
+    finished(start(MetricSink("test", exporter, directory, CONFIG, writer, clock=lambda: WALL + 60 * S)))
     assert [count for _, _, count in exporter.points] == [5]
     assert capfd.readouterr().err.count("its cursor cannot be used") == 1

@@ -168,10 +168,10 @@ def test_a_restart_at_any_frame_goes_on_with_identical_bytes() -> None:
     for cut in range(len(log.frames) + 1):
         before = SpanReplay(INFO, log.catalog)
         got = [span for frame in log.frames[:cut] for span in before.add(frame)]
-        held = before.held()
+        state = before.state()
         after = SpanReplay(INFO, log.catalog)
-        after.restore(held)
-        assert after.held() == held
+        after.restore(state)
+        assert after.state() == state
         got += [span for frame in log.frames[cut:] for span in after.add(frame)]
         assert sorted(span.encoded for span in on_the_wire(got)) == sorted(whole)
 
@@ -185,7 +185,12 @@ def test_damaged_held_records_are_refused(cut: int) -> None:
     replay = SpanReplay(INFO, log.catalog)
     for frame in log.frames:
         replay.add(frame)
-    with pytest.raises(ValueError, match="held records"):
-        SpanReplay(INFO, log.catalog).restore(replay.held()[:cut])
-    with pytest.raises(ValueError, match="held records"):
+    with pytest.raises(ValueError, match="state cannot be read"):
+        SpanReplay(INFO, log.catalog).restore(replay.state()[:cut])
+    with pytest.raises(ValueError, match="state cannot be read"):
         SpanReplay(INFO, log.catalog).restore(b"x" * 200)
+    assembler = StepAssembler()
+    for frame in log.frames:
+        assembler.add(frame)
+    with pytest.raises(ValueError, match="held records"):
+        StepAssembler().restore(assembler.held()[:cut])

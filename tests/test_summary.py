@@ -117,6 +117,7 @@ def test_a_recording_is_summed_up(tmp_path: Path) -> None:
         agent_cpu_ns=10 * MS,
         cost_ns=1300.0,
         undelivered={},
+        left_out=[],
     )
     assert summary.size_bytes == sum(path.stat().st_size for path in (tmp_path / "run-1").iterdir())
 

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from otel_dflash.agent.frames import Frame, FrameKind
@@ -163,8 +163,9 @@ def _entries(data: bytes, count: int) -> Iterator[tuple[int, str]]:
         offset = end
 
 
+@lru_cache(maxsize=1024)  # a thread's descriptor is asked for once per step
 def _fields(text: str) -> dict[str, Any]:
-    """Return a descriptor's JSON object, {} when it is none."""
+    """Return a descriptor's JSON object, {} when it is none; not to be changed."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -64,7 +64,7 @@ class Agent:
         self._is_orphaned = False
         info = RunInfo(
             run=session.run_id,
-            host=os.uname().nodename,
+            host=session.node,
             anchor_wall_ns=session.anchor_wall_ns,
             anchor_mono_ns=session.anchor_mono_ns,
             created_ns=session.anchor_wall_ns,
@@ -114,6 +114,7 @@ class Agent:
             "wall_offset_ns": time.time_ns() - self._info.wall_ns(now),
             "fill": fill,
             "cost_ns": cost_ns,
+            "lags_s": self._delivery.lags_s(),
         }
         self._recording.append(FrameKind.AGENT, 0, 0, 0, json.dumps(figures).encode(), now)
 
@@ -160,18 +161,20 @@ class Delivery:
     def _start(self) -> None:
         from otel_dflash.agent.exporters import metric_exporters, prepare_environment, span_exporters
         from otel_dflash.agent.noise import NoiseFilter
-        from otel_dflash.agent.sinks import MetricSink, SpanSink
+        from otel_dflash.agent.sampling import Sampling
+        from otel_dflash.agent.sinks import MetricSink
+        from otel_dflash.agent.span_sink import SpanSink
 
         try:
             prepare_environment()
             self._noise = NoiseFilter(sys.stderr)
             self._noise.__enter__()
+            sampling = Sampling.from_environment()
+            told = {"reasons": self._noise.reasons, "sampling": sampling}
             for name, span_exporter in span_exporters().items():
-                self._sinks["spans"].append(SpanSink(name, span_exporter, self._directory, self._recording, reasons=self._noise.reasons))
+                self._sinks["spans"].append(SpanSink(name, span_exporter, self._directory, self._recording, **told))
             for name, metric_exporter in metric_exporters().items():
-                interval_ns = self._config.metric_interval_ns
-                told = {"lags": self._lags, "reasons": self._noise.reasons}
-                self._sinks["metrics"].append(MetricSink(name, metric_exporter, self._directory, interval_ns, self._recording, **told))
+                self._sinks["metrics"].append(MetricSink(name, metric_exporter, self._directory, self._config, self._recording, **told))
         except Exception as error:  # noqa: BLE001  the recording goes on; what cannot be sent now can be replayed
             self._failure = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             say(f"not everything is exported: {self._failure}")
@@ -179,7 +182,8 @@ class Delivery:
             for sink in group:
                 sink.start()
 
-    def _lags(self) -> dict[str, float]:
+    def lags_s(self) -> dict[str, float]:
+        """Return by signal the age of the newest record that the slower sink has delivered."""
         now = time.monotonic_ns()
         ages = {name: [now - sink.newest_ns for sink in group if sink.newest_ns is not None] for name, group in self._sinks.items()}
         return {name: max(0, *ages_ns) / 1e9 for name, ages_ns in ages.items() if ages_ns}
@@ -187,10 +191,13 @@ class Delivery:
     def _state(self, group: list[Any]) -> dict[str, Any]:
         delivered = bool(group) and all(sink.done.is_set() for sink in group) and not self._failure
         reasons = [self._failure, *(sink.reason for sink in group if not sink.done.is_set())]
+        sampled = next(filter(None, (sink.sampled for sink in group)), None)
         return {
+            **({"sampled": sampled} if sampled else {}),
             "delivered": delivered,
             "failures": sum(sink.failures for sink in group),
             "unusable_records": sum(sink.unusable_records for sink in group),
+            "losses": [line for sink in group for line in sink.losses],
             "pending": sum(self._recording.next_number - sink.position for sink in group if not sink.done.is_set()),
             "reason": None if delivered else next(filter(None, reasons), "the time to flush was up"),
         }

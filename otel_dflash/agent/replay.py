@@ -1,40 +1,47 @@
 """Completed steps -> the SDK's ReadableSpans, with their recorded times and with ids that any process computes the same.
 
 The same frames give the same spans to the byte, whoever replays them and whenever: nothing is drawn, no clock is read, and
-attributes keep one order. Monotonic ns become wall ns here and nowhere else.
+attributes keep one order. Monotonic ns become wall ns here and nowhere else. A trace that is full goes on in linked ones (traces.py).
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
 from otel_dflash import semconv
 from otel_dflash.agent import identity
 from otel_dflash.agent.attributes import Attributes, encoded_bytes, item_attributes, step_attributes, user_attributes
 from otel_dflash.agent.catalog import Catalog, RingNames, WorkerInfo
 from otel_dflash.agent.frames import Frame
+from otel_dflash.agent.lookback import Lookback
+from otel_dflash.agent.places import Place, Places, enclosing
 from otel_dflash.agent.recording import RunInfo
 from otel_dflash.agent.resources import Resources
+from otel_dflash.agent.sampling import Sampler, Sampling
 from otel_dflash.agent.steps import CompletedStep, Phase, StepAssembler
 from otel_dflash.records import ERROR_MASK, OTHER_NAME
 
 SPANS_PER_BATCH: Final = 512
 BYTES_PER_BATCH: Final = 1 << 20  # a gRPC receiver takes 4 MiB unless told otherwise
 
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+_STATE_VERSION: Final = 1
 _UNSET: Final = Status(StatusCode.UNSET)
 _ERROR: Final = Status(StatusCode.ERROR)
 _QUEUE_GET: Final = "queue_get"
 _KINDS: Final = {"queue_put": SpanKind.PRODUCER, _QUEUE_GET: SpanKind.CONSUMER}
 _SPAN_BYTES: Final = 120  # upper estimate of a span's ids, times and flags in OTLP
 _ITEM_BYTES: Final = 64  # and of those of a link or an event
+_LINK_BYTES: Final = 2 * _ITEM_BYTES  # and of a link to another part of a step
 
 
 class ReplayedSpan(ReadableSpan):
@@ -81,14 +88,6 @@ class _RingShape:
         return shape
 
 
-class _Place(NamedTuple):
-    """Where the spans of a step belong."""
-
-    trace_id: int
-    span: SpanContext | None  # of the step, or of the step it works on: above its phases; None for a phase outside any step
-    parent: SpanContext | None  # above the step's own span
-
-
 class _Details(NamedTuple):
     """What hangs on single spans of a step; -1 is the step's own span, others are indices of its phases."""
 
@@ -110,12 +109,17 @@ _NO_DETAILS: Final = _Details(-1, {}, [], {})
 class SpanReplay:
     """Frames in, spans out. One thread."""
 
-    def __init__(self, info: RunInfo, catalog: Catalog) -> None:
-        """Replay the recording of `info`; `catalog` holds the names of every frame added."""
+    def __init__(self, info: RunInfo, catalog: Catalog, sampling: Sampling | None = None, lookback: Lookback | None = None) -> None:
+        """Replay the recording of `info`; `catalog` holds the names of every frame added, `lookback` reads the frames before."""
         self._info = info
         self._catalog = catalog
         self._wall_offset_ns = info.wall_ns(0)
         self._assembler = StepAssembler()
+        self._places = Places(self._assembler.is_open)
+        self.sampler: Sampler | None = None
+        """What leaves traces out, None when all are sent."""
+        if sampling is not None and lookback is not None and not sampling.sends_all:
+            self.sampler = Sampler(sampling, lookback, self._assembler.is_open)
         self._rings: dict[int, _RingShape] = {}
         self._resources = Resources(info)
         self._roles: dict[tuple[str, int], Resource] = {}
@@ -130,33 +134,54 @@ class SpanReplay:
         """Return the spans that `frame` completes, each step before its phases."""
         spans: list[ReplayedSpan] = []
         for step in self._assembler.add(frame):
-            self._add_step(spans, step)
+            if self.sampler is None:
+                self._add_step(spans, step)
+                continue
+            for sent in self.sampler.admit(step, self._ring(step.ring).role):
+                self._add_step(spans, sent)
         return spans
 
-    def held(self) -> bytes:
-        """Return the records of open steps: with the position after the last added frame, all that a restart needs."""
-        return self._assembler.held()
+    def state(self) -> bytes:
+        """Return open steps and what the fate of later ones hangs on: with the position after the last added frame, all a restart needs."""
+        state = {
+            "version": _STATE_VERSION,
+            "held": base64.b64encode(self._assembler.held()).decode(),
+            "traces": self._places.traces.state(),
+            "sampler": None if self.sampler is None else self.sampler.state(),
+        }
+        return json.dumps(state).encode()
 
     def restore(self, data: bytes) -> None:
-        """Take up what `held` returned.
+        """Take up what `state` returned.
 
         Raises:
-            ValueError: Not what `held` returns.
+            ValueError: Not what `state` returns.
         """
-        self._assembler.restore(data)
+        try:
+            state: Any = json.loads(data)
+            if state["version"] != _STATE_VERSION:
+                raise ValueError(f"version {state['version']}, not {_STATE_VERSION}")
+            self._assembler.restore(base64.b64decode(state["held"], validate=True))
+            self._places.traces.restore(state["traces"])
+            if self.sampler is not None and state["sampler"] is not None:
+                self.sampler.restore(state["sampler"])
+        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+            raise ValueError(f"the state cannot be read: {error}") from None
 
     def _add_step(self, spans: list[ReplayedSpan], step: CompletedStep) -> None:
         ring = self._ring(step.ring)
-        place = _place(step, ring)
+        place = self._places.of(step, ring.key)
         details = _NO_DETAILS
         # A part of a step carries no items and attributes: the step's own span comes with all of them.
         if step.whole and (step.consumed or step.attributes):
             details = self._details(step, ring)
-        if step.whole and step.resumed is None:
+        if step.has_span:
+            if place.continued:
+                details = details._replace(links=details.links + place.continued)
             spans.append(self._step_span(step, ring, place, details))
         self._add_phases(spans, step, ring, place, details)
 
-    def _step_span(self, step: CompletedStep, ring: _RingShape, place: _Place, details: _Details) -> ReplayedSpan:
+    def _step_span(self, step: CompletedStep, ring: _RingShape, place: Place, details: _Details) -> ReplayedSpan:
         attributes = ring.attributes.copy()
         if step.record is not None:
             attributes.update(step_attributes(step.record, ring.names))
@@ -164,6 +189,8 @@ class SpanReplay:
             attributes[semconv.BATCH_ITEM_COUNT] = len(step.consumed)
         if step.truncated:
             attributes[semconv.SPAN_TRUNCATED] = True
+        if place.continued:
+            attributes[semconv.TRACE_CONTINUED] = len(place.continued)
         attributes.update(details.attributes)
         span = ReplayedSpan(
             name=ring.step_name,
@@ -181,10 +208,10 @@ class SpanReplay:
         span.encoded_bytes = _size(ring.step_name, attributes) + details.size_at(-1)
         return span
 
-    def _add_phases(self, spans: list[ReplayedSpan], step: CompletedStep, ring: _RingShape, place: _Place, details: _Details) -> None:
+    def _add_phases(self, spans: list[ReplayedSpan], step: CompletedStep, ring: _RingShape, place: Place, details: _Details) -> None:
         """Append the spans of a step's phases, each a child of the smallest phase around it, else of the step."""
-        contexts = [SpanContext(place.trace_id, identity.phase_span_id(ring.key, phase.sequence), False, _SAMPLED) for phase in step.phases]
-        parents = _enclosing(step.phases)
+        contexts = place.phases
+        parents = enclosing(step.phases)
         for index, phase in enumerate(step.phases):
             shape = ring.phase(phase.name)
             attributes, size = shape.attributes, shape.encoded_bytes
@@ -192,14 +219,20 @@ class SpanReplay:
             if phase.truncated or phase.error or is_carrier:
                 attributes = self._phase_attributes(phase, ring, details.attributes if is_carrier else {})
                 size = _size(shape.name, attributes)
+            parent = contexts[parents[index]] if parents[index] >= 0 else place.span
+            links: Sequence[Link] = details.links if is_carrier else ()
+            if parent is not None and parent.trace_id != contexts[index].trace_id:
+                links = [*links, Link(parent, {semconv.LINK_KIND: semconv.LINK_CONTINUES})]
+                size += _LINK_BYTES
+                parent = None
             span = ReplayedSpan(
                 name=shape.name,
                 context=contexts[index],
-                parent=contexts[parents[index]] if parents[index] >= 0 else place.span,
+                parent=parent,
                 resource=ring.resource,
                 attributes=attributes,
                 events=details.events.get(index, ()),
-                links=details.links if is_carrier else (),
+                links=links,
                 kind=shape.kind,
                 status=_ERROR if phase.error else _UNSET,
                 start_time=phase.start_ns + self._wall_offset_ns,
@@ -237,11 +270,14 @@ class SpanReplay:
         for record in step.consumed:
             get_ns, root, producer = record[1], record[4], record[5]
             attributes = item_attributes(record, ring.names, self._wall_offset_ns)
+            is_sent = self.sampler is None or not producer or self.sampler.is_sent(root)
+            if not is_sent:
+                attributes[semconv.TRACE_SAMPLED] = False
             before = bisect_right(starts_ns, get_ns) - 1
             index = gets[before][1] if before >= 0 and get_ns <= step.phases[gets[before][1]].end_ns else carrier
             events.setdefault(index, []).append(Event(semconv.QUEUE_ITEM_EVENT, attributes, get_ns + self._wall_offset_ns))
             if producer and producer != parent_step:  # a phase needs no link to its parent
-                links.append(Link(_remote(identity.trace_id(root), producer), attributes))
+                links.append(Link(self._places.remote(root, producer, is_sent), attributes))
         return _Details(carrier, user_attributes(step.attributes, ring.names), links, events)
 
     def _ring(self, ring_id: int) -> _RingShape:
@@ -275,44 +311,6 @@ def batches(
         size += span.encoded_bytes
     if batch:
         yield batch
-
-
-def _place(step: CompletedStep, ring: _RingShape) -> _Place:
-    """Return where a step's spans belong: its first consumed item, or else its first put, fixed its root."""
-    if step.step == step.ring:
-        return _Place(identity.lone_trace_id(ring.key, step.phases[0].sequence), None, None)
-    if step.resumed is not None:
-        trace_id = identity.trace_id(step.resumed[4])
-        return _Place(trace_id, _remote(trace_id, step.resumed[5]), None)
-    root = step.record[7] if step.record is not None else 0
-    producer = 0
-    for record in step.consumed:
-        if record[0] & ERROR_MASK and record[4]:
-            root, producer = record[4], record[5]
-            break
-    trace_id = identity.trace_id(root or step.step)
-    span = SpanContext(trace_id, identity.step_span_id(step.step), False, _SAMPLED)
-    return _Place(trace_id, span, _remote(trace_id, producer) if producer else None)
-
-
-def _remote(trace_id: int, step: int) -> SpanContext:
-    return SpanContext(trace_id, identity.step_span_id(step), True, _SAMPLED)
-
-
-def _enclosing(phases: list[Phase]) -> list[int]:
-    """Return the index of the smallest phase around each, -1 for none.
-
-    Phases lie in the order they ended, so inside a phase are those before it that started no earlier and that no other has taken.
-    """
-    parents = [-1] * len(phases)
-    free: list[int] = []
-    for index, phase in enumerate(phases):
-        while free and phases[free[-1]].start_ns >= phase.start_ns:
-            inner = free.pop()
-            if phases[inner].end_ns <= phase.end_ns:
-                parents[inner] = index
-        free.append(index)
-    return parents
 
 
 def _size(name: str, attributes: Attributes) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from otel_dflash.agent.exporters import metric_exporters, prepare_environment, span_exporters
 from otel_dflash.agent.noise import NoiseFilter
-from otel_dflash.agent.sinks import MetricSink, SpanSink
+from otel_dflash.agent.sampling import Sampling
+from otel_dflash.agent.sinks import MetricSink
+from otel_dflash.agent.span_sink import SpanSink
 from otel_dflash.config import AgentConfig, ConfigError
 
 
@@ -21,6 +23,7 @@ class ReplayResult:
     points: int  # times all series were sent
     delivered: bool
     reason: str  # why not all was delivered
+    losses: list[str]  # what was left out although all else was delivered, one line each
 
 
 def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
@@ -31,13 +34,15 @@ def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
         RecordingError: Not a recording.
     """
     prepare_environment()
-    interval_ns = AgentConfig.from_environment().metric_interval_ns
+    config = AgentConfig.from_environment()
+    sampling = Sampling.from_environment()
     with NoiseFilter(sys.stderr) as noise:
         span_sinks = [
-            SpanSink(name, exporter, directory, keep_cursor=False, reasons=noise.reasons) for name, exporter in span_exporters().items()
+            SpanSink(name, exporter, directory, keep_cursor=False, reasons=noise.reasons, sampling=sampling)
+            for name, exporter in span_exporters().items()
         ]
         metric_sinks = [
-            MetricSink(name, exporter, directory, interval_ns, keep_cursor=False, reasons=noise.reasons)
+            MetricSink(name, exporter, directory, config, keep_cursor=False, reasons=noise.reasons, sampling=sampling)
             for name, exporter in metric_exporters().items()
         ]
         if not span_sinks and not metric_sinks:
@@ -56,4 +61,5 @@ def replay(directory: Path, *, timeout_s: float) -> ReplayResult:
             points=max((sink.delivered for sink in metric_sinks), default=0),
             delivered=delivered,
             reason="" if delivered else next(reason for reason in reasons if reason),
+            losses=[line for sink in sinks for line in sink.losses],
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from otel_dflash.agent.frames import Frame, FrameKind
-from otel_dflash.records import ERROR_MASK, KIND_MASK, KIND_SHIFT, NAME_MASK, NAME_SHIFT, Kind
+from otel_dflash.records import ERROR_MASK, KIND_MASK, KIND_SHIFT, NAME_MASK, NAME_SHIFT, SERIAL_MASK, Kind
 
 Words = tuple[int, ...]
 """The eight words of a slot."""
@@ -25,9 +25,9 @@ OPEN_SEQUENCE: Final = 1 << 56
 
 _SLOT: Final = struct.Struct("<8Q")
 _HELD_HEAD: Final = struct.Struct("<8sI4x")  # magic, rings
-_HELD_RING: Final = struct.Struct("<QQQQQI4x")  # ring id, newest step, held step or 0, first start, last end, records
+_HELD_RING: Final = struct.Struct("<QQQQQQI4x")  # ring id, newest step, held step or 0, its first frame, first start, last end, records
 _HELD_RECORD: Final = struct.Struct("<9Q")  # sequence, slot
-_HELD_MAGIC: Final = b"odheld01"
+_HELD_MAGIC: Final = b"odheld02"
 
 
 class Phase(NamedTuple):
@@ -59,15 +59,40 @@ class CompletedStep:
     record: Words | None = None  # the STEP, None when it was lost or never written
     whole: bool = True
     truncated: bool = False  # start or end is not the step's own
+    first_frame: int = -1  # numbers of the first and the last frame that say of it; -1 for what belongs to no open step
+    last_frame: int = -1
+
+    @property
+    def has_span(self) -> bool:
+        """Return whether this brings the step's own span."""
+        return self.whole and self.resumed is None
+
+    @property
+    def owner(self) -> int:
+        """Return the step that the phases belong to: its own id, or that of the step it works on."""
+        return self.resumed[5] if self.resumed is not None else self.step
+
+    def origin(self) -> tuple[int, int]:
+        """Return (root, producer): the step that began the trace, and the one to be below, 0 for none.
+
+        The first consumed item fixes both, or else the first put the root alone.
+        """
+        if self.resumed is not None:
+            return self.resumed[4], 0
+        for record in self.consumed:
+            if record[0] & ERROR_MASK and record[4]:
+                return record[4], record[5]
+        return (self.record[7] if self.record is not None else 0) or self.step, 0
 
 
 class _Open:
     """What is held of one open step."""
 
-    __slots__ = ("end_ns", "records", "start_ns", "step")
+    __slots__ = ("end_ns", "first_frame", "records", "start_ns", "step")
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, first_frame: int) -> None:
         self.step = step
+        self.first_frame = first_frame
         self.records: list[tuple[int, Words]] = []  # sequence, slot
         self.start_ns = 0  # first start and last end of the phases that went out ahead; 0 when none did
         self.end_ns = 0
@@ -92,17 +117,27 @@ class StepAssembler:
     def add(self, frame: Frame) -> list[CompletedStep]:
         """Return the steps that `frame` completes; frames of other kinds complete none."""
         if frame.kind == FrameKind.RECORDS:
-            return self._add_records(frame)
-        if frame.kind == FrameKind.CLOSED:
-            return self._close(frame)
-        return []
+            completed = self._add_records(frame)
+        elif frame.kind == FrameKind.CLOSED:
+            completed = self._close(frame)
+        else:
+            return []
+        for step in completed:
+            step.last_frame = frame.number
+        return completed
+
+    def is_open(self, step: int) -> bool:
+        """Return whether more is to come of a step of this recording."""
+        state = self._rings.get(step & ~SERIAL_MASK)
+        return state is not None and (step > state.newest or (state.open is not None and state.open.step == step))
 
     def held(self) -> bytes:
         """Return all that is held, for `restore`."""
         parts = [_HELD_HEAD.pack(_HELD_MAGIC, len(self._rings))]
         for ring, state in self._rings.items():
-            held = state.open or _Open(0)
-            parts.append(_HELD_RING.pack(ring, state.newest, held.step, held.start_ns, held.end_ns, len(held.records)))
+            held = state.open or _Open(0, 0)
+            times = (held.first_frame, held.start_ns, held.end_ns)
+            parts.append(_HELD_RING.pack(ring, state.newest, held.step, *times, len(held.records)))
             parts.extend(_HELD_RECORD.pack(sequence, *words) for sequence, words in held.records)
         return b"".join(parts)
 
@@ -136,7 +171,7 @@ class StepAssembler:
                     continue
                 if held is not None:  # its STEP was lost: a worker has one step at a time
                     completed.append(_complete(ring, held, None))
-                held = _Open(step)
+                held = _Open(step, frame.number)
                 state.newest = step
             if kind == Kind.STEP:
                 completed.append(_complete(ring, held, words))
@@ -188,7 +223,7 @@ class StepAssembler:
         alone = [phase for phase in phases if phase not in inside]
         completed += [CompletedStep(frame.ring, frame.ring, phases=[phase], whole=False) for phase in alone]
         if step:
-            last = _complete(frame.ring, held or _Open(step), None)
+            last = _complete(frame.ring, held or _Open(step, frame.number), None)
             last.start_ns, last.end_ns = step_start_ns, max(end_ns, step_start_ns)
             last.phases += inside
             completed.append(last)
@@ -202,7 +237,7 @@ def _phase(sequence: int, words: Words) -> Phase:
 
 def _complete(ring: int, held: _Open, record: Words | None) -> CompletedStep:
     """Return the step of what is held and its STEP record; without one its times are those of its phases."""
-    step = CompletedStep(ring, held.step, record=record, truncated=record is None)
+    step = CompletedStep(ring, held.step, record=record, truncated=record is None, first_frame=held.first_frame)
     for sequence, words in held.records:
         kind = words[0] >> KIND_SHIFT & KIND_MASK
         if kind == Kind.PHASE:
@@ -238,11 +273,11 @@ def _read_held(data: bytes) -> Iterator[tuple[int, _Ring]]:
         raise ValueError(f"held records cannot be read: they start with {magic!r}, not {_HELD_MAGIC!r}")
     offset = _HELD_HEAD.size
     for _ in range(rings):
-        ring, newest, step, start_ns, end_ns, records = _HELD_RING.unpack_from(data, offset)
+        ring, newest, step, first_frame, start_ns, end_ns, records = _HELD_RING.unpack_from(data, offset)
         offset += _HELD_RING.size
         state = _Ring(newest)
         if step:
-            state.open = _Open(step)
+            state.open = _Open(step, first_frame)
             state.open.start_ns, state.open.end_ns = start_ns, end_ns
             for _ in range(records):
                 sequence, *words = _HELD_RECORD.unpack_from(data, offset)

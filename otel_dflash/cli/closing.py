@@ -94,13 +94,28 @@ def _delivery(recording: Path, environment: Mapping[str, str], quiet: bool) -> I
         return
     reasons: dict[str, list[str]] = {}
     for name, sink in _read_delivery(recording).items():
-        if isinstance(sink, dict) and not sink.get("delivered", True):
-            reasons.setdefault(sink.get("reason") or "no reason given", []).append(name)
+        if isinstance(sink, dict):
+            yield from sink.get("losses", ())
+            if sink.get("sampled") and not quiet:
+                yield _thinned(sink["sampled"])
+            if not sink.get("delivered", True):
+                reasons.setdefault(sink.get("reason") or "no reason given", []).append(name)
     if reasons:
         missing = "; ".join(f"{' and '.join(names)} ({reason})" for reason, names in reasons.items())
         endpoint = next((environment[name] for name in (ENDPOINT_VARIABLE, *SIGNAL_ENDPOINT_VARIABLES) if environment.get(name)), "URL")
         again = f"{command('replay', recording)} --endpoint {noise.redact(endpoint)}"
         yield f"not delivered in full: {missing}. All is recorded; send it later: {again}"
+
+
+def _thinned(sampled: Mapping[str, Any]) -> str:
+    """Return what the sampler did."""
+    said = f"{sampled['sampler']} left out {sampled['left_out_spans']:,} spans; the recording holds them"
+    if sampled["keep"]:
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in sampled["kept_steps"].items())
+        said += f". Sent whatever it says: {counts} steps, with the traces of what they consumed"
+    if sampled["lost_traces"]:
+        said += f", but for {sampled['lost_traces']:,} of these traces that were left out too long before"
+    return said
 
 
 def _read_delivery(recording: Path) -> dict[str, Any]:

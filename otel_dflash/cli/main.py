@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING
 import click
 
 from otel_dflash import config
+from otel_dflash.cli.doctor import doctor_command
+from otel_dflash.cli.options import CommandsInOrder, directory_option, endpoint_option, keep_option, protocol_option
+from otel_dflash.cli.stack import stack_group
 from otel_dflash.config import ConfigError
 from otel_dflash.version import __version__
 
@@ -33,30 +36,6 @@ EXIT_INTERRUPTED = 130
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 DISTRIBUTIONS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp", "numpy")
 
-directory_option = click.option(
-    "--dir",
-    "directory",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Where recordings lie.  [default: $OTEL_DFLASH_DIR, else ./dflash-runs]",
-)
-endpoint_option = click.option(
-    "--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4317.  [default: $OTEL_EXPORTER_OTLP_ENDPOINT]"
-)
-protocol_option = click.option(
-    "--protocol",
-    type=click.Choice(["grpc", "http/protobuf"]),
-    help="OTLP protocol.  [default: $OTEL_EXPORTER_OTLP_PROTOCOL, else grpc]",
-)
-
-
-class CommandsInOrder(click.Group):
-    """Lists commands in the order of this file, the first to use first."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names as they were added."""
-        return list(self.commands)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. A user's mistake is one line on stderr, never a traceback."""
@@ -65,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     from otel_dflash.agent.recording import RecordingError
     from otel_dflash.cli.supervise import CommandError
+    from otel_dflash.stack.engines import EngineError
 
     try:
         result = cli.main(arguments, prog_name="otel-dflash", standalone_mode=False)
@@ -79,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), error.code)
     except ConfigError as error:
         return _fail(str(error), EXIT_USAGE)
-    except (RecordingError, OSError) as error:
+    except (RecordingError, EngineError, OSError) as error:
         return _fail(str(error), EXIT_FAILED)
     return result if isinstance(result, int) else EXIT_OK
 
@@ -109,6 +89,8 @@ def cli(context: click.Context) -> None:
 @directory_option
 @endpoint_option
 @protocol_option
+@keep_option
+@click.option("--stack", is_flag=True, help="Bring the stack of this host up first (`otel-dflash stack up`) and send to it.")
 @click.option("--quiet", is_flag=True, help="No summary at the end; problems are still said.")
 @click.option(
     "--pass-otel-headers", is_flag=True, help="Leave OTEL_EXPORTER_OTLP_*HEADERS in COMMAND's environment, for an SDK of its own."
@@ -120,6 +102,7 @@ def run_command(
     directory: Path | None,
     endpoint: str | None,
     protocol: str | None,
+    stack: bool,
     quiet: bool,
     pass_otel_headers: bool,
 ) -> int:
@@ -131,13 +114,16 @@ def run_command(
     \b
     Examples:
       otel-dflash run -- python train.py --lr 3e-4
+      otel-dflash run --stack -- python train.py
       otel-dflash run --endpoint http://localhost:4317 -- torchrun --nproc-per-node 8 train.py
       OTEL_EXPORTER_OTLP_ENDPOINT=https://collector:4318 OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf \\
         otel-dflash run --run-id night-7 -- bash train.sh
     """
     from otel_dflash.cli.supervise import RunOptions
 
-    return _supervise(RunOptions(command, run_id, directory, endpoint, protocol, quiet, pass_otel_headers))
+    if stack and endpoint:
+        raise click.UsageError("--stack and --endpoint name two places to send to; give one of them")
+    return _supervise(RunOptions(command, run_id, directory, endpoint, protocol, quiet, pass_otel_headers, stack))
 
 
 @cli.command(
@@ -209,6 +195,7 @@ def summary_command(run: str, directory: Path | None) -> int:
 @click.argument("run")
 @endpoint_option
 @protocol_option
+@keep_option
 @directory_option
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0.1), default=600.0, metavar="SECONDS", help="Give up then.  [default: 600]"
@@ -238,10 +225,16 @@ def replay_command(run: str, endpoint: str | None, protocol: str | None, directo
 
     result = replay(recording, timeout_s=timeout_s)
     sent = f"{result.spans} spans and {result.points} points of each metric series"
+    for line in result.losses:
+        click.echo(f"otel-dflash: {line}", err=True)
     if not result.delivered:
         raise click.ClickException(f"sent {sent}, not all of {recording.name}: {result.reason}; replay it again, its ids stay the same")
     click.echo(f"sent all of {recording.name}: {sent}")
     return EXIT_OK
+
+
+cli.add_command(stack_group)
+cli.add_command(doctor_command)
 
 
 @cli.command("detail", short_help="Change what is captured while a run goes on.")

@@ -21,19 +21,22 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from otel_dflash import config, session
 from otel_dflash.config import ConfigError
 from otel_dflash.session import Session
 from otel_dflash.trainer.launch import AGENT_LOG, agent_command
 
+if TYPE_CHECKING:
+    from otel_dflash.stack.control import Addresses
+
 ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
 SIGNAL_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 SIGNAL_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")
 HEADER_VARIABLE: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?HEADERS")
-EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE)
+EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE, config.KEEP_VARIABLE)
 
 FORWARDED: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
 STOPS_THE_WAIT: Final = FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
@@ -67,6 +70,8 @@ class RunOptions:
     protocol: str | None = None
     quiet: bool = False
     pass_otel_headers: bool = False
+    stack: bool = False
+    """Bring the stack of this host up and send to it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     if config.is_disabled():
         _say("telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set")
         _replace_process(path, options.command)
-    agent_environment = with_endpoint(os.environ, options.endpoint, options.protocol)
+    stack = _bring_up() if options.stack else None
+    agent_environment = with_stack(stack, options) if stack else with_endpoint(os.environ, options.endpoint, options.protocol)
     validate(agent_environment)
     config.ring_bytes()
     exit_wait_s = config.AgentConfig.from_environment().exit_timeout_s + AGENT_GRACE_S
@@ -116,6 +122,8 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     membership.unlink(missing_ok=True)
     interrupted = not agent.wait(exit_wait_s)
     _say_goodbye(report, Outcome(joined, options.quiet, agent_environment, agent.problem, interrupted))
+    if stack and not options.quiet:
+        _say(f"the stack stays up (otel-dflash stack down stops it): {', '.join(f'{what} {url}' for what, url in stack.views().items())}")
     return leave(status)
 
 
@@ -166,6 +174,14 @@ def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol
     return changed
 
 
+def with_stack(stack: Addresses, options: RunOptions) -> dict[str, str]:
+    """Return the agent's environment: it sends to the stack of this host, whatever else is set, and by no proxy."""
+    protocol = options.protocol or os.environ.get(PROTOCOL_VARIABLE) or "grpc"
+    changed = with_endpoint(os.environ, stack.endpoint(protocol), protocol)
+    around = ",".join(filter(None, (changed.get("no_proxy") or changed.get("NO_PROXY"), "127.0.0.1")))
+    return {**changed, "no_proxy": around, "NO_PROXY": around}
+
+
 def environment_of_child(environment: Mapping[str, str], joined: Session, options: RunOptions) -> dict[str, str]:
     """Return the command's environment. Every child of it inherits the session, none the collector's credentials."""
     changed = {**environment, config.SESSION_VARIABLE: str(joined.path)}
@@ -183,9 +199,10 @@ def validate(environment: Mapping[str, str]) -> None:
     """
     if not any(name.startswith(EXPORTER_PREFIXES) for name in environment):
         return  # and load no SDK for it
-    from otel_dflash.agent import exporters
+    from otel_dflash.agent import exporters, sampling
 
     exporters.validate_environment(environment)
+    sampling.Sampling.from_environment(environment)
 
 
 def shown(path: Path) -> str:
@@ -357,6 +374,12 @@ def _say_goodbye(report: Callable[[Outcome], None], outcome: Outcome) -> None:
     except Exception as error:  # noqa: BLE001 - the exit code of hours of training is worth more than a summary
         _say(f"no summary: {type(error).__name__}: {error}")
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+
+def _bring_up() -> Addresses:
+    from otel_dflash.stack import control
+
+    return control.up(_say)
 
 
 def _say(line: str) -> None:

@@ -174,6 +174,7 @@ def _losses(summary: Summary) -> Iterator[str]:
         yield f"{plural(summary.missing_frames, 'frame')} missing in the recording"
     if summary.malformed:
         yield f"{plural(summary.malformed, 'record')} of no known worker, or unreadable"
+    yield from summary.left_out
 
 
 def _own_cost(summary: Summary) -> str:

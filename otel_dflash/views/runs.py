@@ -59,7 +59,7 @@ def _row(directory: Path) -> RunRow:
     except (RecordingError, OSError) as error:
         return RunRow(directory.name, directory, problem=str(error))
     return RunRow(
-        run=summary.run,
+        run=directory.name,  # which is what commands take: a further node of a run is `<run>@<node>`
         directory=directory,
         started_wall_ns=summary.started_wall_ns,
         duration_ns=summary.duration_ns,

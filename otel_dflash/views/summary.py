@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from otel_dflash.agent.catalog import RingNames, WorkerInfo
 from otel_dflash.agent.fold import Fold, RingTotals
@@ -88,6 +89,7 @@ class Summary:
     agent_cpu_ns: int | None
     cost_ns: float | None  # per record, in the trainer
     undelivered: dict[str, str]  # signal -> why an exporter did not get all of it while the run went on
+    left_out: list[str]  # what a receiver would not take, one line each
 
     @property
     def processes(self) -> int:
@@ -132,10 +134,19 @@ def recording_bytes(directory: Path) -> int:
 
 def undelivered(directory: Path) -> dict[str, str]:
     """Return signal -> why its exporters did not get all of it; {} when they did, none is configured, or the run goes on."""
+    return {name: f"{state['reason']}" for name, state in _delivery(directory).items() if not state.get("delivered", True)}
+
+
+def _left_out(directory: Path) -> list[str]:
+    return [line for state in _delivery(directory).values() for line in state.get("losses", [])]
+
+
+def _delivery(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what the agent said at its end by signal, {} when it did not, or cannot be understood."""
     try:
         signals = json.loads((directory / "delivery.json").read_bytes())
-        return {name: f"{state['reason']}" for name, state in signals.items() if not state.get("delivered", True)}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {name: {"reason": None, **state} for name, state in signals.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
@@ -159,6 +170,7 @@ def _summary(fold: Fold, info: RunInfo, directory: Path, missing_frames: int) ->
         agent_cpu_ns=fold.agent.cpu_ns if fold.agent.wall_offset_ns is not None else None,
         cost_ns=fold.agent.cost_ns,
         undelivered=undelivered(directory),
+        left_out=_left_out(directory),
     )
 
 

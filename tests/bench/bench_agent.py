@@ -25,7 +25,7 @@ from otel_dflash import Telemetry
 from otel_dflash.agent.drain import Drain
 from otel_dflash.agent.loop import say
 from otel_dflash.agent.recording import RecordingReader, RecordingWriter, RunInfo, create_recording
-from otel_dflash.agent.sinks import SpanSink
+from otel_dflash.agent.span_sink import SpanSink
 from otel_dflash.session import Session, create_session, remove_session
 
 WORKERS = 8

@@ -1,0 +1,286 @@
+"""Which traces are sent: by the standard sampler variables, and beyond them what is slow or failed, with what it was made of.
+
+A trace is sent or not by its id alone, as the SDK's TraceIdRatioBased does it, so every agent decides the same. ``--keep`` adds traces
+later, when a step that is slow or failed ends: the step's own trace and those of the items it consumed. What of them was left out before
+is read again from the recording, and what comes later goes out with them. Metrics know nothing of all this.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
+from otel_dflash.agent import identity
+from otel_dflash.agent.lookback import Lookback
+from otel_dflash.agent.steps import CompletedStep, StepAssembler
+from otel_dflash.agent.traces import decoded_bytes, decoded_words, encoded_bytes, encoded_words
+from otel_dflash.config import KEEP_VARIABLE, ConfigError
+from otel_dflash.records import ERROR_MASK, SERIAL_MASK
+
+SAMPLER_VARIABLE: Final = "OTEL_TRACES_SAMPLER"
+ARGUMENT_VARIABLE: Final = "OTEL_TRACES_SAMPLER_ARG"
+SAMPLERS: Final = ("always_on", "always_off", "traceidratio", "parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio")
+SLOW: Final = "slow"
+ERROR: Final = "error"
+TRUNCATED: Final = "truncated"
+KEEP: Final = (SLOW, ERROR)
+
+WINDOW_STEPS: Final = 1000  # of one role: a step is slow beyond the p99 of the last so many before it ...
+WINDOW_STEPS_MIN: Final = 100  # ... once there are so many
+LEFT_OUT_STEPS_MAX: Final = 1 << 16
+KEPT_TRACES_MAX: Final = 1 << 14
+
+_ENTRY: Final = struct.Struct("<QQI")  # step id, number of the first frame that says of it, how many frames later the last
+_STEPS_PER_TRACE_MAX: Final = 256
+_HEAD: Final = struct.Struct("<QI")  # root, bytes of entries
+
+
+class Sampling(NamedTuple):
+    """What the environment asks for."""
+
+    bound: int
+    """A trace is sent when the low 64 bits of its id are below it."""
+    keep: frozenset[str]
+    """What is sent whatever the ratio: of KEEP."""
+    description: str
+    """The sampler, as in ``traceidratio 0.1``."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Sampling:
+        """Read the standard sampler variables as the SDK does, and OTEL_DFLASH_KEEP.
+
+        Contexts in the pipeline carry no decision of a parent, so ``parentbased_x`` is ``x``.
+
+        Raises:
+            ConfigError: One of them cannot work; the text says what, the value, and the remedy.
+        """
+        environ = os.environ if environ is None else environ
+        name = environ.get(SAMPLER_VARIABLE, "").strip().lower() or SAMPLERS[0]
+        if name not in SAMPLERS:
+            raise ConfigError(f"{SAMPLER_VARIABLE} must be one of {', '.join(SAMPLERS)}, got {name!r}; unset it to send every trace")
+        kind = name.removeprefix("parentbased_")
+        rate = {"always_on": 1.0, "always_off": 0.0}.get(kind)
+        if rate is None:
+            rate = _ratio(environ)
+            name = f"{name} {rate:g}"
+        return cls(TraceIdRatioBased.get_bound_for_rate(rate), _keep(environ), name)
+
+    def sends(self, trace_id: int) -> bool:
+        """Return whether the sampler variables alone send the trace with that id."""
+        return (trace_id & TraceIdRatioBased.TRACE_ID_LIMIT) < self.bound
+
+    @property
+    def sends_all(self) -> bool:
+        """Return whether nothing is left out."""
+        return self.bound > TraceIdRatioBased.TRACE_ID_LIMIT
+
+
+@dataclass(slots=True)
+class _Window:
+    """The durations of the last steps of a role, in order of the recording and by size."""
+
+    recent: deque[int]
+    ranked: list[int]
+
+    @classmethod
+    def of(cls, durations: Iterator[int] | tuple[int, ...]) -> _Window:
+        recent = deque(durations, WINDOW_STEPS)
+        return cls(recent, sorted(recent))
+
+    def exceeds(self, duration_ns: int) -> bool:
+        """Return whether a step is beyond the p99 (nearest rank) of those before it, and add it to them."""
+        count = len(self.ranked)
+        is_slow = count >= WINDOW_STEPS_MIN and duration_ns > self.ranked[-(-99 * count // 100) - 1]
+        if count == WINDOW_STEPS:
+            del self.ranked[bisect_left(self.ranked, self.recent[0])]
+        self.recent.append(duration_ns)
+        insort(self.ranked, duration_ns)
+        return is_slow
+
+
+class Sampler:
+    """Takes completed steps in the order of the recording, gives those to send. One thread; the same recording gives the same answers."""
+
+    def __init__(self, sampling: Sampling, lookback: Lookback, is_open: Callable[[int], bool]) -> None:
+        """Start with nothing kept; `lookback` reads what was left out, `is_open` tells whether more is to come of a step."""
+        self._sampling = sampling
+        self._lookback = lookback
+        self._is_open = is_open
+        self._windows: dict[str, _Window] = {}
+        self._left_out: OrderedDict[int, bytes] = OrderedDict()  # root: where its steps are, the oldest trace first
+        self._left_out_bytes = 0
+        self._kept: OrderedDict[int, bool] = OrderedDict()  # root: whether all of it that was recorded here is sent
+        self.left_out_spans = 0
+        """Spans that are not sent."""
+        self.kept_steps = {SLOW: 0, ERROR: 0, TRUNCATED: 0}
+        """Steps that were found slow, failed or truncated, whether the ratio sends them or not."""
+        self.lost_traces = 0
+        """Traces that were to be kept and could not be brought back whole."""
+
+    def admit(self, step: CompletedStep, role: str) -> list[CompletedStep]:
+        """Return what is to be sent now: nothing, the step, or steps of before and the step."""
+        reason = self._reason(step, role)
+        if step.step == step.ring:  # a phase outside any step: a trace alone
+            if reason or self._sampling.sends(identity.lone_trace_id(identity.ring_key(step.ring), step.phases[0].sequence)):
+                return [step]
+            self.left_out_spans += 1
+            return []
+        root, _ = step.origin()
+        if reason:
+            self.kept_steps[reason] += 1
+            producers = [record[4] for record in step.consumed if record[5]]
+            before = [found for kept in dict.fromkeys([root, *producers]) for found in self._bring_back(kept, step.step)]
+            return [*before, step]
+        if self._sampling.sends(identity.trace_id(root)) or root in self._kept:
+            return [step]
+        self._leave_out(root, step)
+        return []
+
+    def is_sent(self, root: int) -> bool:
+        """Return whether the trace of that root is sent, as far as it is known now."""
+        return self._sampling.sends(identity.trace_id(root)) or self._kept.get(root, False)
+
+    def _reason(self, step: CompletedStep, role: str) -> str:
+        """Return why a step is kept whatever the ratio, '' for no reason."""
+        keep = self._sampling.keep
+        is_slow = False
+        if SLOW in keep and step.whole and step.record is not None:
+            window = self._windows.get(role)
+            if window is None:
+                window = self._windows[role] = _Window.of(())
+            is_slow = window.exceeds(step.end_ns - step.start_ns)
+        if ERROR in keep:
+            if step.truncated or any(phase.truncated for phase in step.phases):
+                return TRUNCATED
+            if (step.record is not None and step.record[0] & ERROR_MASK) or any(phase.error for phase in step.phases):
+                return ERROR
+        return SLOW if is_slow else ""
+
+    def _leave_out(self, root: int, step: CompletedStep) -> None:
+        self.left_out_spans += _spans(step)
+        if not self._sampling.keep or step.first_frame < 0:
+            return
+        before = entries = self._left_out.get(root, b"")
+        if not entries and step.step != root and self._has_passed(root):
+            return  # forgotten before: the trace would not be whole
+        if entries:  # an earlier part of the step lies in the same frames
+            entries = b"".join(_ENTRY.pack(*entry) for entry in _ENTRY.iter_unpack(entries) if entry[0] != step.step)
+        if len(entries) < _STEPS_PER_TRACE_MAX * _ENTRY.size:
+            entries += _ENTRY.pack(step.step, step.first_frame, step.last_frame - step.first_frame)
+        self._left_out[root] = entries
+        self._left_out_bytes += len(entries) - len(before)
+        while self._left_out_bytes > LEFT_OUT_STEPS_MAX * _ENTRY.size:
+            self._left_out_bytes -= len(self._left_out.popitem(last=False)[1])
+
+    def _has_passed(self, root: int) -> bool:
+        """Return whether a root step was seen here and has ended. One of a ring that is not of this recording is another agent's."""
+        return self._lookback.knows(root & ~SERIAL_MASK) and not self._is_open(root)
+
+    def _bring_back(self, root: int, now: int) -> list[CompletedStep]:
+        """Keep the trace of `root`; return what was left out of it before step `now`."""
+        if self._sampling.sends(identity.trace_id(root)):
+            return []
+        if root in self._kept:
+            self._kept.move_to_end(root)
+            return []
+        data = self._left_out.pop(root, b"")
+        self._left_out_bytes -= len(data)
+        entries = list(_ENTRY.iter_unpack(data))
+        found: list[CompletedStep] = []
+        is_whole = root == now or any(step == root for step, _, _ in entries) or self._is_open(root)
+        is_ours = is_whole or self._lookback.knows(root & ~SERIAL_MASK)
+        for step, first, length in entries:
+            again = self._again(step, first, first + length)
+            is_whole = is_whole and bool(again)
+            found += again
+        self.lost_traces += is_ours and not is_whole  # of one that is not ours another agent knows
+        self.left_out_spans -= sum(map(_spans, found))
+        self._kept[root] = is_whole
+        if len(self._kept) > KEPT_TRACES_MAX:
+            self._kept.popitem(last=False)
+        return found
+
+    def _again(self, step: int, first: int, last: int) -> list[CompletedStep]:
+        """Return a step, or its parts so far, from the frames of its ring; nothing when they are gone."""
+        assembler = StepAssembler()
+        frames = self._lookback.frames(step & ~SERIAL_MASK, first, last) or ()
+        return [found for frame in frames for found in assembler.add(frame) if found.step == step]
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is remembered, ready for JSON."""
+        left_out = b"".join(_HEAD.pack(root, len(entries)) + entries for root, entries in self._left_out.items())
+        return {
+            "windows": {role: encoded_words(window.recent) for role, window in self._windows.items()},
+            "left_out": encoded_bytes(left_out),
+            "kept": encoded_words(self._kept),
+            "whole": encoded_bytes(self._kept.values()),
+            "left_out_spans": self.left_out_spans,
+            "kept_steps": self.kept_steps,
+            "lost_traces": self.lost_traces,
+        }
+
+    def restore(self, state: Any) -> None:
+        """Take up what `state` returned.
+
+        Raises:
+            ValueError: Not what `state` returns.
+            TypeError: Neither.
+            LookupError: Neither.
+            struct.error: Neither.
+        """
+        self._windows = {role: _Window.of(decoded_words(text)) for role, text in state["windows"].items()}
+        self._left_out = OrderedDict(_read_left_out(decoded_bytes(state["left_out"])))
+        self._left_out_bytes = sum(map(len, self._left_out.values()))
+        self._kept = OrderedDict(zip(decoded_words(state["kept"]), map(bool, decoded_bytes(state["whole"])), strict=True))
+        self.left_out_spans, self.lost_traces = int(state["left_out_spans"]), int(state["lost_traces"])
+        self.kept_steps = {reason: int(state["kept_steps"][reason]) for reason in self.kept_steps}
+
+    def report(self) -> dict[str, Any]:
+        """Return what delivery.json says of it."""
+        return {
+            "sampler": self._sampling.description,
+            "keep": sorted(self._sampling.keep),
+            "left_out_spans": self.left_out_spans,
+            "kept_steps": self.kept_steps,
+            "lost_traces": self.lost_traces,
+        }
+
+
+def _read_left_out(data: bytes) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    while offset < len(data):
+        root, size = _HEAD.unpack_from(data, offset)
+        offset += _HEAD.size
+        yield root, data[offset : offset + size]
+        offset += size
+
+
+def _spans(step: CompletedStep) -> int:
+    return len(step.phases) + step.has_span
+
+
+def _ratio(environ: Mapping[str, str]) -> float:
+    """Return the ratio of OTEL_TRACES_SAMPLER_ARG, 1.0 when it is unset."""
+    text = environ.get(ARGUMENT_VARIABLE, "").strip()
+    try:
+        rate = float(text or 1.0)
+    except ValueError:
+        rate = -1.0
+    if not 0.0 <= rate <= 1.0:
+        raise ConfigError(f"{ARGUMENT_VARIABLE} must be a ratio from 0 to 1, got {text!r}; try 0.1 for every tenth trace")
+    return rate
+
+
+def _keep(environ: Mapping[str, str]) -> frozenset[str]:
+    text = environ.get(KEEP_VARIABLE, "").strip().lower()
+    words = frozenset(filter(None, (word.strip() for word in text.split(","))))
+    if words - set(KEEP):
+        raise ConfigError(f"{KEEP_VARIABLE} (--keep) takes slow, error, or slow,error, got {text!r}; unset it to go by the sampler alone")
+    return words
