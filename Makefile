@@ -1,4 +1,5 @@
 # make demo     install, train the example under `otel-dflash run`, show where its time went
+# make engines  build collector, Jaeger, Prometheus and Kafka for the tests and `otel-dflash stack up`: 23 minutes on two cores, once
 # make test     all tests (PYTEST_FLAGS="-k ring" for some)
 # make lint     ruff and mypy --strict; make format lets ruff mend what it can
 # make bench    the tables behind every speed claim
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo engines test lint format bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -21,6 +22,9 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/otel-dflash run -- $(BIN)/python examples/dflash/train.py $(DEMO_FLAGS)
+
+engines: $(VENV)/.base
+	$(BIN)/otel-dflash stack build $(ENGINES)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -53,8 +57,13 @@ $(VENV)/.python:
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv  # torch in half a minute instead of several
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.python pyproject.toml
-	@echo "installing otel-dflash with what the demo needs (torch), once"
+$(VENV)/.base: $(VENV)/.python pyproject.toml
+	@echo "installing otel-dflash, once"
+	@$(UV) --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	@echo "installing what the demo needs (torch), once"
 	@$(UV) --editable '.[demo]'
 	@touch $@
 

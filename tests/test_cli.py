@@ -62,6 +62,8 @@ Commands:
   runs     List recordings.
   summary  Show where the time of a run went.
   replay   Send a recording to an OTLP endpoint.
+  stack    Start a collector, Jaeger and Prometheus on this host.
+  doctor   Prove that telemetry arrives, or say why not.
   detail   Change what is captured while a run goes on.
   version  Show versions.
   agent    What `run` and start() start; not for people.
@@ -75,7 +77,7 @@ def test_help_lists_the_commands_in_the_order_of_use(arguments: tuple[str, ...],
     assert cli(*arguments) == (0, HELP, "")
 
 
-@pytest.mark.parametrize("command", ["run", "demo", "runs", "summary", "replay", "detail", "version", "agent"])
+@pytest.mark.parametrize("command", ["run", "demo", "runs", "summary", "replay", "stack", "doctor", "detail", "version", "agent"])
 def test_every_command_has_help(command: str, cli: Command) -> None:
     code, out, err = cli(command, "--help")
     assert (code, err) == (0, "")

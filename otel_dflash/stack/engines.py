@@ -4,10 +4,10 @@
 
     ~/.cache/otel-dflash/engines/            $XDG_CACHE_HOME when set
         jaeger-2.13.0-<recipe>/jaeger        complete when it exists: built beside it, then renamed
-        jaeger-2.13.0-<recipe>.lock          held while somebody builds it
-        .build-XXXX/                         what a killed build left; the next build of that engine removes it
+        jaeger-2.13.0-<recipe>.lock          held while somebody builds it, by the builders too
+        .build-jaeger-2.13.0-<recipe>-XXXX/  what a killed build left; the next build of that engine removes it
 
-<recipe> is a hash of all that a build reads (modules, versions, tags, the collector's manifest), so another version is another
+<recipe> is a hash of all that a build reads (modules, versions, flags, the collector's manifest), so another version is another
 directory, and an unchanged one is never built again.
 """
 
@@ -18,10 +18,11 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,20 +34,74 @@ _GO_BUILD: Final = ("go", "build", "-trimpath", "-ldflags", "-s -w")
 _OCB: Final = "go.opentelemetry.io/collector/cmd/builder"
 _JAEGER: Final = "github.com/jaegertracing/jaeger/cmd/jaeger"
 _PROMETHEUS: Final = "github.com/prometheus/prometheus"
-_KAFKA_POM: Final = """\
+_DEPENDENCY: Final = "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>"
+_POM: Final = """\
 <project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
-  <groupId>otel-dflash</groupId><artifactId>kafka</artifactId><version>1</version>
-  <dependencies>
-    <dependency><groupId>org.apache.kafka</groupId><artifactId>kafka_2.13</artifactId><version>{version}</version></dependency>
-    <dependency><groupId>org.slf4j</groupId><artifactId>slf4j-simple</artifactId><version>1.7.36</version></dependency>
-  </dependencies>
+  <groupId>otel-dflash</groupId><artifactId>engine</artifactId><version>1</version>
+  <dependencies>{}</dependencies>
 </project>
 """
+
+_FULL: Final = ("no space left on device", "disk quota exceeded")
+_UNREACHED: Final = (
+    "dial tcp",
+    "no such host",
+    "i/o timeout",
+    "connection refused",
+    "network is unreachable",
+    "could not transfer artifact",
+)
+_ELSEWHERE: Final = ("GOOS", "GOARCH", "GOWORK")  # a user's cross compilation or workspace is not ours
 
 
 class EngineError(Exception):
     """An engine cannot be built, found or started; the text says what, the value, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A directory beside the finished engines in which one is built; what `out` in it holds becomes the engine."""
+
+    directory: Path
+    lock: int
+    """Descriptor of the lock: builders hold it too, so those of a killed build keep others out until they have ended."""
+
+    @property
+    def out(self) -> Path:
+        """Return where finished programs go."""
+        return self.directory / "out"
+
+    def run(self, *command: str, below: str = "", **variables: str) -> None:
+        """Run one step of a build. What it prints is kept for the message of a failure; an interrupt ends it and its children.
+
+        Raises:
+            EngineError: It failed; the text has the end of what it printed.
+            OSError: It could not be started, or the disk is full.
+        """
+        inherited = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+        go = {"CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": f"{os.environ.get('GOFLAGS', '')} -mod=mod".strip()}
+        process = subprocess.Popen(
+            command,
+            cwd=self.directory / below,
+            env={**inherited, **go, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=(self.lock,),
+            start_new_session=True,
+        )
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        if process.returncode:
+            raise _failure(command, process.returncode, printed)
 
 
 @dataclass(frozen=True)
@@ -62,62 +117,86 @@ class Engine:
     """What a finished build holds; the first one is the engine."""
     module: str
     """What it is built from, with the module's own version."""
-    steps: Callable[[Path, Engine], None]
-    """Builds the programs into the directory `out` below the given one."""
+    steps: Callable[[Workshop, Engine], None]
+    """Builds the programs into the workshop's `out`."""
     minutes: int
     """About how long a build takes on two cores with empty caches."""
+    options: tuple[str, ...] = ()
+    """What else a build reads: flags, further modules."""
+    manifest: str = ""
+    """The file of collector/ that says what is in it."""
     needs: tuple[tuple[str, str], ...] = (("go", "Go >= 1.25 (https://go.dev/dl)"),)
     """Commands that a build runs, each with what to install."""
 
 
-def _build_otelcol(work: Path, engine: Engine) -> None:
-    shutil.copy(collector_directory() / "builder.yaml", work)
-    _run(work, "go", "install", engine.module, GOBIN=str(work))
-    _run(work, str(work / "builder"), "--config", "builder.yaml", "--skip-compilation")
-    _run(work / "build", *_GO_BUILD, "-o", str(work / "out" / "otelcol"), ".")
+def _build_otelcol(shop: Workshop, engine: Engine) -> None:
+    shutil.copy(collector_directory() / engine.manifest, shop.directory / "builder.yaml")
+    shop.run("go", "install", engine.module, GOBIN=str(shop.directory))
+    shop.run(str(shop.directory / "builder"), "--config", "builder.yaml", "--skip-compilation")
+    shop.run(*_GO_BUILD, "-o", str(shop.out / "otelcol"), ".", below="build")
 
 
-def _build_jaeger(work: Path, engine: Engine) -> None:
-    _run(work, "go", "mod", "init", "otel_dflash/jaeger")
-    _run(work, "go", "get", "-tool", engine.module)
-    _run(work, *_GO_BUILD, "-o", str(work / "out" / "jaeger"), _JAEGER)
+def _build_jaeger(shop: Workshop, engine: Engine) -> None:
+    shop.run("go", "mod", "init", "otel_dflash/jaeger")
+    shop.run("go", "get", "-tool", engine.module)
+    shop.run(*_GO_BUILD, "-o", str(shop.out / "jaeger"), _JAEGER)
 
 
-def _build_prometheus(work: Path, engine: Engine) -> None:
-    _run(work, "go", "mod", "init", "otel_dflash/prometheus")
-    _run(work, "go", "get", "-tool", *(f"{_PROMETHEUS}/cmd/{program}@{engine.module.split('@')[1]}" for program in engine.programs))
-    for program in engine.programs:  # static targets and OTLP are all we use: without service discovery the build takes half the time
-        _run(work, *_GO_BUILD, "-tags", "remove_all_sd", "-o", str(work / "out" / program), f"{_PROMETHEUS}/cmd/{program}")
+def _build_prometheus(shop: Workshop, engine: Engine) -> None:
+    shop.run("go", "mod", "init", "otel_dflash/prometheus")
+    shop.run("go", "get", "-tool", *(f"{_PROMETHEUS}/cmd/{program}@{engine.module.split('@')[1]}" for program in engine.programs))
+    for program in engine.programs:
+        shop.run(*_GO_BUILD, *engine.options, "-o", str(shop.out / program), f"{_PROMETHEUS}/cmd/{program}")
 
 
-def _build_kafka(work: Path, engine: Engine) -> None:
-    (work / "pom.xml").write_text(_KAFKA_POM.format(version=engine.version))
-    _run(work, "mvn", "--batch-mode", "--quiet", "dependency:copy-dependencies", f"-DoutputDirectory={work / 'out' / 'libs'}")
+def _build_kafka(shop: Workshop, engine: Engine) -> None:
+    dependencies = (_DEPENDENCY.format(*coordinates.split(":")) for coordinates in (engine.module, *engine.options))
+    (shop.directory / "pom.xml").write_text(_POM.format("".join(dependencies)))
+    shop.run("mvn", "--batch-mode", "--quiet", "dependency:copy-dependencies", f"-DoutputDirectory={shop.out / 'libs'}")
 
 
 ENGINES: Final = {
     engine.name: engine
     for engine in (
-        Engine("otelcol", "0.161.0", "otel/opentelemetry-collector-contrib:0.161.0", ("otelcol",), f"{_OCB}@v0.161.0", _build_otelcol, 6),
         Engine(
-            "prometheus",
-            "3.16.0",
-            "prom/prometheus:v3.16.0",
-            ("prometheus", "promtool"),
-            f"{_PROMETHEUS}@v0.316.0",
-            _build_prometheus,
-            7,
+            name="otelcol",
+            version="0.161.0",
+            image="otel/opentelemetry-collector-contrib:0.161.0",
+            programs=("otelcol",),
+            module=f"{_OCB}@v0.161.0",
+            steps=_build_otelcol,
+            minutes=6,
+            manifest="builder.yaml",
         ),
-        Engine("jaeger", "2.13.0", "jaegertracing/jaeger:2.13.0", ("jaeger",), f"{_JAEGER}@v1.76.0", _build_jaeger, 9),
         Engine(
-            "kafka",
-            "4.1.0",
-            "apache/kafka:4.1.0",
-            ("libs",),
-            "org.apache.kafka:kafka_2.13:4.1.0",
-            _build_kafka,
-            1,
-            (("mvn", "Maven >= 3.8"), ("java", "a Java runtime >= 17")),
+            name="prometheus",
+            version="3.16.0",
+            image="prom/prometheus:v3.16.0",
+            programs=("prometheus", "promtool"),
+            module=f"{_PROMETHEUS}@v0.316.0",
+            steps=_build_prometheus,
+            minutes=7,
+            options=("-tags", "remove_all_sd"),  # static targets and OTLP are all we use: half the time without service discovery
+        ),
+        Engine(
+            name="jaeger",
+            version="2.13.0",
+            image="jaegertracing/jaeger:2.13.0",
+            programs=("jaeger",),
+            module=f"{_JAEGER}@v1.76.0",
+            steps=_build_jaeger,
+            minutes=9,
+        ),
+        Engine(
+            name="kafka",
+            version="4.1.0",
+            image="apache/kafka:4.1.0",
+            programs=("libs",),
+            module="org.apache.kafka:kafka_2.13:4.1.0",
+            steps=_build_kafka,
+            minutes=1,
+            options=("org.slf4j:slf4j-simple:1.7.36",),
+            needs=(("mvn", "Maven >= 3.8"), ("java", "a Java runtime >= 17")),
         ),
     )
 }
@@ -137,17 +216,30 @@ def collector_directory() -> Path:
 
 def cache_directory() -> Path:
     """Return where built engines lie."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otel-dflash" / "engines"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "otel-dflash" / "engines"
 
 
 def find(engine: Engine, program: str | None = None) -> Path | None:
     """Return the path of a built program, by default the engine's own; None when it was not built."""
-    path = _directory(engine) / (program or engine.programs[0])
+    path = program_path(engine, program)
     return path if path.exists() else None
 
 
-def build(engine: Engine) -> Path:
-    """Return the path of the engine, built now unless it was. Of two builds at once one waits for the other.
+def program_path(engine: Engine, program: str | None = None) -> Path:
+    """Return where a program of the engine lies once it is built."""
+    return _directory(engine) / (program or engine.programs[0])
+
+
+def missing_command(engine: Engine) -> str | None:
+    """Return what is missing to build the engine, with the remedy; None when all its commands are here."""
+    for command, remedy in engine.needs:
+        if shutil.which(command) is None:
+            return f"{engine.name} is built with {command!r}, which is not on PATH; install {remedy}"
+    return None
+
+
+def build(engine: Engine, say: Callable[[str], object] = lambda line: None) -> Path:
+    """Return the path of the engine, built now unless it was. Of two builds at once one waits for the other; `say` gets what takes long.
 
     Raises:
         EngineError: A command is missing, or a step failed; nothing is left in the cache then.
@@ -155,66 +247,64 @@ def build(engine: Engine) -> Path:
     directory = _directory(engine)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_name(f"{directory.name}.lock")):
+        with _locked(directory.with_name(f"{directory.name}.lock"), lambda: say(f"{engine.name} is being built already; waiting")) as lock:
             if not directory.is_dir():
-                _build_into(engine, directory)
+                if missing := missing_command(engine):
+                    raise EngineError(missing)
+                minutes = f"{engine.minutes} minute{'s' if engine.minutes > 1 else ''}"
+                say(f"building {engine.name} {engine.version}, once: about {minutes} on two cores")
+                _build_into(engine, directory, lock)
     except OSError as error:
         raise EngineError(_disk_message(directory.parent, error)) from None
     return directory / engine.programs[0]
 
 
-def _build_into(engine: Engine, directory: Path) -> None:
-    for command, remedy in engine.needs:
-        if shutil.which(command) is None:
-            raise EngineError(f"{engine.name} is built with {command!r}, which is not on PATH; install {remedy}")
+def _build_into(engine: Engine, directory: Path, lock: int) -> None:
     prefix = f".build-{directory.name}-"
     for left in directory.parent.glob(f"{prefix}*"):  # the lock is ours, so whoever made it is gone
         shutil.rmtree(left, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
+    shop = Workshop(Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent)), lock)
     try:
-        (work / "out").mkdir()
-        engine.steps(work, engine)
+        shop.out.mkdir()
+        engine.steps(shop, engine)
         for program in engine.programs:
-            if not (work / "out" / program).exists():
+            if not (shop.out / program).exists():
                 raise EngineError(f"the build of {engine.name} made no {program!r}; please report it")
-        (work / "out").rename(directory)
+        shop.out.rename(directory)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(shop.directory, ignore_errors=True)
 
 
 def _directory(engine: Engine) -> Path:
-    recipe = [engine.module, *engine.programs, *_GO_BUILD]
-    if engine.name == "otelcol":
-        recipe.append((collector_directory() / "builder.yaml").read_text())
+    recipe = [engine.module, *engine.options, *engine.programs, *_GO_BUILD]
+    if engine.manifest:
+        recipe.append((collector_directory() / engine.manifest).read_text())
     key = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:12]
     return cache_directory() / f"{engine.name}-{engine.version}-{key}"
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, say_waiting: Callable[[], object]) -> Iterator[int]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released by the kernel when a build is killed
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say_waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
 
 
-def _run(directory: Path, *command: str, **environment: str) -> None:
-    """Run one step of a build; what it prints is kept for the message of a failure."""
-    settings = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": f"{os.environ.get('GOFLAGS', '')} -mod=mod".strip(), **environment}
-    result = subprocess.run(
-        command,
-        cwd=directory,
-        env=settings,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        if os.strerror(errno.ENOSPC) in result.stdout or "no space left" in result.stdout:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        last = "\n  ".join(result.stdout.strip().splitlines()[-8:])
-        raise EngineError(f"`{' '.join(command[:3])} ...` failed with exit code {result.returncode} in {directory.name}:\n  {last}")
+def _failure(command: tuple[str, ...], code: int, printed: str) -> EngineError | OSError:
+    """Return what is wrong when a step of a build failed: the disk, the network, or what it says itself."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    if any(sign in line.lower() for line in lines for sign in _FULL):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    step = f"`{Path(command[0]).name} {' '.join(command[1:3])} ...`"
+    unreached = next((line for line in reversed(lines) if any(sign in line.lower() for sign in _UNREACHED)), None)
+    if unreached:
+        remedy = "~/.m2/settings.xml" if command[0] == "mvn" else "GOPROXY"
+        return EngineError(f"{step} cannot fetch modules; check the network, or name a mirror that answers here in {remedy}: {unreached}")
+    return EngineError(f"{step} failed with exit code {code}:\n  " + "\n  ".join(lines[-8:]))
 
 
 def _disk_message(directory: Path, error: OSError) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import http.client
 import os
 import select
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from otel_dflash.stack.engines import ENGINES, Engine, EngineError, collector_directory, find
@@ -23,7 +24,13 @@ HEALTHY_S: Final = 30.0
 """How long a service may take from its start until it is healthy."""
 
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
-_BUSY: Final = "address already in use"
+
+
+class Process(Protocol):
+    """What may still run: subprocess.Popen, or one that another command started."""
+
+    def poll(self) -> int | None:
+        """Return None while it runs."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ _OTELCOL_PORTS: Final = {
     "OTELCOL_HTTP_PORT": "4318",
     "OTELCOL_HEALTH_PORT": "13133",
     "OTELCOL_STORAGE": "{storage}",
+    "OTELCOL_STORAGE_BYTES": "10737418240",
     "OTELCOL_MEMORY_MIB": "1024",
 }
 
@@ -124,18 +132,20 @@ def launch(service: Service, directory: Path, variables: Mapping[str, str]) -> s
     """Start a service that outlives its starter: storage in `directory`/<name>, its log in `directory`/<name>.log.
 
     Raises:
-        EngineError: Its engine was not built, or `directory` cannot be written.
+        EngineError: Its engine was not built, one of its ports is busy, or `directory` cannot be written.
     """
     program = find(service.engine)
     if program is None:
         raise EngineError(f"{service.engine.name} {service.engine.version} is not built here; build it: otel-dflash stack build")
     storage = directory / service.name
     values = service.values(variables, storage)
+    _check_ports(service, values)
     try:
         storage.mkdir(parents=True, exist_ok=True)
         with (directory / f"{service.name}.log").open("ab") as log:
             return subprocess.Popen(
                 [program, *(argument.format(**values) for argument in service.arguments)],
+                cwd=directory,  # not the user's: they may want to remove or unmount it
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -146,7 +156,7 @@ def launch(service: Service, directory: Path, variables: Mapping[str, str]) -> s
         raise EngineError(f"{service.name} cannot be started in {directory}: {error.strerror or error}") from None
 
 
-def wait_healthy(service: Service, process: subprocess.Popen[bytes], directory: Path, variables: Mapping[str, str]) -> None:
+def wait_healthy(service: Service, process: Process, directory: Path, variables: Mapping[str, str]) -> None:
     """Return once the service is healthy.
 
     Raises:
@@ -156,7 +166,9 @@ def wait_healthy(service: Service, process: subprocess.Popen[bytes], directory: 
     deadline = time.monotonic() + HEALTHY_S
     while not is_healthy(service, values):
         if process.poll() is not None:
-            raise EngineError(_ended(service, values, directory / f"{service.name}.log", process.returncode))
+            log = directory / f"{service.name}.log"
+            last = "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise EngineError(f"{service.name} ended before it was healthy; the end of {log}:\n  {last}")
         if time.monotonic() > deadline:
             raise EngineError(f"{service.name} is not healthy after {HEALTHY_S:g} s; see {directory / service.name}.log")
         select.select([], [], [], 0.05)
@@ -181,12 +193,19 @@ def _environment(service: Service, values: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **{name: values[name].format(**values) for name in service.variables}}
 
 
-def _ended(service: Service, values: Mapping[str, str], log: Path, code: int) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    busy = [line for line in lines[-40:] if _BUSY in line]
-    if busy:
-        ports = ", ".join(f"{name}={port}" for name, port in service.ports(values).items())
-        return (
-            f"{service.name} found one of its ports busy ({ports}); stop what listens there (ss -ltnp), or choose others by these variables"
-        )
-    return f"{service.name} ended at once with exit code {code}; the end of {log}:\n  " + "\n  ".join(lines[-5:])
+def _check_ports(service: Service, values: Mapping[str, str]) -> None:
+    """Find a busy port before the engine does: it would name neither the variable nor a remedy."""
+    host = next(value for name, value in values.items() if name.endswith("_HOST"))
+    for name, port in service.ports(values).items():
+        try:
+            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines do: no waiting for old connections
+                probe.bind(address)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            other = port + 10_000 if port < 50_000 else port - 10_000
+            raise EngineError(
+                f"{service.name} cannot listen at {host}:{port}: {reason}; "
+                f"stop what listens there (ss -ltnp), or choose another port: {name}={other}"
+            ) from None

@@ -1,0 +1,197 @@
+"""The stack of one host, whichever way it runs: `otel-dflash stack up|status|down` and `otel-dflash run --stack`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from otel_dflash.stack import compose, native, state
+from otel_dflash.stack.engines import EngineError, find
+from otel_dflash.stack.native import NAMES, Say
+from otel_dflash.stack.services import SERVICES, is_healthy
+from otel_dflash.stack.state import Stack
+
+Way = Literal["docker", "native"]
+
+NO_UI: Final = "Built from their modules, Jaeger and Prometheus have no user interface, only their APIs; their container images have both."
+GRAFANA_PORT: Final = "3000"
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the stack listens."""
+
+    urls: Mapping[str, str]
+    """What it is for -> URL."""
+    has_ui: bool
+    """Jaeger and Prometheus answer a browser."""
+
+    def endpoint(self, protocol: str) -> str:
+        """Return the URL for OTLP over `protocol`, grpc or http/protobuf."""
+        return self.urls["OTLP over gRPC" if protocol == "grpc" else "OTLP over HTTP"]
+
+    def views(self) -> dict[str, str]:
+        """Return where people and queries look."""
+        return {what: url for what, url in self.urls.items() if not what.startswith("OTLP")}
+
+    def lines(self) -> list[str]:
+        """Return what to tell the user."""
+        width = max(map(len, self.urls))
+        return [*(f"{what:<{width}}  {url}" for what, url in self.urls.items()), *([] if self.has_ui else [NO_UI])]
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """One service as `status` shows it."""
+
+    name: str
+    state: str
+    """healthy, not healthy, ended, or not started."""
+    pid: int | None
+    """None unless it runs as a process."""
+    version: str
+    addresses: tuple[str, ...]
+
+
+def up(say: Say, way: Way | None = None) -> Addresses:
+    """Bring the stack up and wait until it is healthy; a second time changes nothing.
+
+    Args:
+        say: Gets each line for the user.
+        way: Containers or built engines; None for the one that runs, else Docker where it and the images are, else what is built.
+
+    Raises:
+        ConfigError: A variable is wrong.
+        EngineError: It cannot be brought up; the text has the remedy.
+    """
+    with interruptible(), state.locked(say):
+        stack = state.read()
+        way = _choose(stack, way)
+        if way == "native":
+            return Addresses(_urls(native.up(say, os.environ)), has_ui=False)
+        values = _published(os.environ)
+        state.write(Stack(compose=values))  # before: what a failed or interrupted call leaves is for `down` too
+        compose.up()
+        return _compose_addresses(values)
+
+
+def running() -> Addresses | None:
+    """Return where the stack of this host listens; None when nothing was brought up, or something of it is not healthy now.
+
+    Raises:
+        EngineError: What was started cannot be read.
+    """
+    if any(row.state != "healthy" for row in status()):
+        return None
+    stack = state.read()
+    if stack.compose is not None:
+        return _compose_addresses(stack.compose)
+    return Addresses(_urls({name: value for started in stack.services.values() for name, value in started.variables.items()}), has_ui=False)
+
+
+def down(say: Say, *, volumes: bool = False) -> None:
+    """Stop what `up` started, and nothing else; with `volumes` remove its data too.
+
+    Raises:
+        EngineError: Something cannot be stopped or removed.
+    """
+    with state.locked(say):
+        stack = state.read()
+        if stack.compose is not None:
+            try:
+                compose.down(volumes=volumes)
+            except EngineError as error:
+                raise EngineError(f"{error}; if Docker is gone for good: rm {state.directory() / state.STACK_FILE}") from None
+            state.write(Stack())
+            return
+        if not stack.services:
+            say("nothing to stop")
+        native.down(say)
+        if volumes:
+            native.remove_data()
+            say(f"data and logs removed from {state.directory()}")
+        elif stack.services:
+            say(f"data and logs are kept in {state.directory()}; remove them: otel-dflash stack down --volumes")
+
+
+def status() -> list[ServiceStatus]:
+    """Return how each service of the stack is.
+
+    Raises:
+        EngineError: What was started cannot be read.
+    """
+    stack = state.read()
+    rows = []
+    for name in NAMES:
+        service = SERVICES[name]
+        started = stack.services.get(name)
+        values = dict(started.variables if started else stack.compose or service.variables)
+        if started is None and stack.compose is None:
+            word = "not started"
+        elif started and not started.is_alive():
+            word = "ended"
+        else:
+            word = "healthy" if is_healthy(service, values) else "not healthy"
+        urls = tuple(template.format(**values) for template in service.addresses.values())
+        rows.append(
+            ServiceStatus(name, word, started.pid if started else None, started.version if started else service.engine.version, urls)
+        )
+    return rows
+
+
+def _choose(stack: Stack, way: Way | None) -> Way:
+    running: Way | None = "docker" if stack.compose is not None else "native" if stack.alive() else None
+    if running and way not in (None, running):
+        other = "as processes of built engines" if running == "native" else "in containers"
+        raise EngineError(f"the stack runs {other} already; stop it first: otel-dflash stack down")
+    if way == "docker" and (reason := compose.problem(may_fetch=True)):
+        raise EngineError(f"Docker cannot run the stack: {reason}; start Docker, or take the built engines: otel-dflash stack up --native")
+    if way or running:
+        return way or running or "native"
+    reason = compose.problem(may_fetch=False)
+    if reason is None:
+        return "docker"
+    if all(find(SERVICES[name].engine) for name in NAMES):
+        return "native"
+    try:
+        native.require_engines([SERVICES[name] for name in NAMES])
+    except EngineError as error:
+        raise EngineError(f"{error}. Nor can Docker run it: {reason}") from None
+    return "native"
+
+
+def _urls(values: Mapping[str, str]) -> dict[str, str]:
+    return {what: template.format(**values) for name in reversed(NAMES) for what, template in SERVICES[name].addresses.items()}
+
+
+def _published(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of what compose.yaml publishes: always at 127.0.0.1."""
+    values = native.variables(environment, {})
+    return {name: "127.0.0.1" if name.endswith("_HOST") else value for name, value in values.items()}
+
+
+def _compose_addresses(values: Mapping[str, str]) -> Addresses:
+    grafana = f"http://127.0.0.1:{os.environ.get('GRAFANA_PORT') or GRAFANA_PORT}"
+    return Addresses({**_urls(values), "Grafana": grafana}, has_ui=True)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP unwind as Ctrl-C does, so that what was begun is undone."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    changed = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)

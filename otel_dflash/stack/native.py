@@ -1,0 +1,166 @@
+"""The stack as processes of built engines: brought up, looked at, brought down."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from otel_dflash.config import ConfigError
+from otel_dflash.session import process_start
+from otel_dflash.stack import state
+from otel_dflash.stack.engines import EngineError, find
+from otel_dflash.stack.services import SERVICES, Service, launch, wait_healthy
+from otel_dflash.stack.state import Stack, Started
+
+NAMES: Final = ("prometheus", "jaeger", "otelcol")
+"""The services of one host, each before those that send to it."""
+
+DERIVED: Final = {
+    "JAEGER_PROMETHEUS_URL": "http://{PROMETHEUS_HOST}:{PROMETHEUS_PORT}",
+    "OTELCOL_TRACES_ENDPOINT": "http://{JAEGER_HOST}:{JAEGER_HTTP_PORT}",
+    "OTELCOL_METRICS_ENDPOINT": "http://{PROMETHEUS_HOST}:{PROMETHEUS_PORT}/api/v1/otlp",
+}
+"""Variables that follow others unless they are given."""
+
+TERM_S: Final = 15.0
+"""How long a service may take to end itself: the collector sends what it holds."""
+
+Say = Callable[[str], object]
+
+
+def variables(environment: Mapping[str, str], recorded: Mapping[str, Started]) -> dict[str, str]:
+    """Return every variable of the stack: the environment's, else what the service was started with, else the default.
+
+    Raises:
+        ConfigError: A port is no number from 1 to 65535, or two are the same.
+    """
+    defaults = {name: value for service in NAMES for name, value in SERVICES[service].variables.items()}
+    given = {name: environment[name] for name in defaults if environment.get(name)}
+    before = {**defaults, **{name: value for started in recorded.values() for name, value in started.variables.items()}}
+    values = {**before, **given}
+    for name, template in DERIVED.items():
+        if name not in given and before[name] == template.format(**before):
+            values[name] = template.format(**values)
+    _check_ports({name: value for name, value in values.items() if name.endswith("_PORT")}, defaults)
+    return values
+
+
+def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
+    """Start what does not run yet, wait until all is healthy, and return the variables. The caller holds the lock.
+
+    When it fails or is interrupted, all that this call started is stopped again.
+
+    Raises:
+        ConfigError: A variable is wrong.
+        EngineError: An engine is not built, a port is busy, a service does not get healthy or runs with other settings.
+    """
+    stack = state.read()
+    running = stack.alive()
+    values = variables(environment, stack.services)
+    require_engines([SERVICES[name] for name in NAMES if name not in running])
+    for name, started in running.items():
+        _require_same(name, started, values)
+    services = dict(stack.services)
+    begun: list[str] = []
+    try:
+        for name in NAMES:
+            if name not in running:
+                services[name] = _start(SERVICES[name], values)
+                begun.append(name)
+                state.write(Stack(services))
+            started = services[name]
+            wait_healthy(SERVICES[name], started, state.directory(), started.variables)
+            say(f"{name} {started.version} {'runs' if name in begun else 'runs already'}: pid {started.pid}")
+    except BaseException:
+        for name in reversed(begun):
+            _end(services.pop(name))
+        state.write(Stack(services))
+        if begun:
+            say(f"stopped again what this command had started: {', '.join(begun)}")
+        raise
+    return values
+
+
+def down(say: Say) -> None:
+    """Stop what `up` started and still runs, those that send first. The caller holds the lock."""
+    stack = state.read()
+    for name in reversed(NAMES):
+        if started := stack.services.pop(name, None):
+            say(f"{name} {_end(started)}")
+            state.write(Stack(stack.services))
+
+
+def remove_data() -> None:
+    """Remove the services' storage and logs; none may run.
+
+    Raises:
+        EngineError: Something cannot be removed.
+    """
+    for name in NAMES:
+        try:
+            shutil.rmtree(state.directory() / name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise state.unusable(error) from None
+        (state.directory() / f"{name}.log").unlink(missing_ok=True)
+
+
+def require_engines(services: list[Service]) -> None:
+    """Check that the engines of the services are built.
+
+    Raises:
+        EngineError: Some are not.
+    """
+    missing = [service.engine for service in services if find(service.engine) is None]
+    if missing:
+        names = " ".join(engine.name for engine in missing)
+        minutes = sum(engine.minutes for engine in missing)
+        raise EngineError(f"not built here: {names}; build, once, about {minutes} minutes: otel-dflash stack build {names}")
+
+
+def _check_ports(ports: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+    names: dict[int, str] = {}
+    for name, port in ports.items():
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"{name} must be a port from 1 to 65535, got {port!r}; unset it for {defaults[name]}")
+        if int(port) in names:
+            raise ConfigError(f"{names[int(port)]} and {name} are both {port}; choose another for one of them")
+        names[int(port)] = name
+
+
+def _start(service: Service, values: Mapping[str, str]) -> Started:
+    own = {name: values[name] for name in service.variables}
+    process = launch(service, state.directory(), own)
+    return Started(process.pid, process_start(process.pid) or 0, service.engine.version, own)
+
+
+def _require_same(name: str, started: Started, values: Mapping[str, str]) -> None:
+    for variable, value in started.variables.items():
+        if values[variable] != value:
+            raise EngineError(f"{name} runs with {variable}={value}, not {values[variable]}; stop it first: otel-dflash stack down")
+
+
+def _end(started: Started) -> str:
+    """End a process, and only the one that was started; return what became of it."""
+    try:
+        descriptor = os.pidfd_open(started.pid)
+    except ProcessLookupError:
+        return "had ended already"
+    try:
+        if not started.is_alive():  # looked at after opening: the descriptor stays with this process whatever becomes of the pid
+            return "had ended already"
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if select.select([descriptor], [], [], TERM_S)[0]:
+            return "stopped"
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        select.select([descriptor], [], [])
+        return f"did not end within {TERM_S:g} s and was killed"
+    except ProcessLookupError:
+        return "stopped"
+    finally:
+        os.close(descriptor)

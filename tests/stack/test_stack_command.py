@@ -1,0 +1,404 @@
+"""`otel-dflash stack`: what a user types, reads, and finds running. Each test has a state directory and ports of its own, and no Docker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from otel_dflash.session import process_start
+from otel_dflash.stack import native, state
+from otel_dflash.stack.engines import ENGINES, program_path
+from otel_dflash.stack.native import NAMES
+from otel_dflash.stack.services import SERVICES
+from tests.processes import poll
+from tests.stack.conftest import free_ports, need_engine
+from tests.stack.jaeger_api import Jaeger
+
+DEADLINE_S = 100
+PORTS = [name for service in NAMES for name in SERVICES[service].variables if name.endswith("_PORT")]
+NEVER_HEALTHY = "#!/bin/sh\nexec sleep 600\n"
+TRAINER = """
+import otel_dflash
+worker = otel_dflash.start().worker("target", 0)
+for _ in range(3):
+    with worker.step() as step, worker.forward:
+        step.set(tokens=1)
+"""
+
+
+class Host:
+    """A user's environment, and what they start in it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+        self.environment: dict[str, str] = {
+            **kept,
+            **self.ports,
+            "XDG_STATE_HOME": str(directory / "state"),
+            "OTEL_DFLASH_DIR": str(directory / "runs"),
+            "DOCKER_HOST": f"unix://{directory}/no-docker.sock",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "COLUMNS": "80",
+        }
+        self.state = directory / "state" / "otel-dflash" / "stack"
+        self.begun: list[subprocess.Popen[str]] = []
+
+    def begin(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start `otel-dflash` with these arguments."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "otel_dflash", *arguments],
+            env={**self.environment, **variables},
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.begun.append(process)
+        return process
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
+        """Return exit code, stdout and stderr of `otel-dflash`; pids as N."""
+        process = self.begin(*arguments, **variables)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, numberless(out), err
+
+    def pids(self) -> dict[str, int]:
+        """Return what stack.json says."""
+        file = self.state / "stack.json"
+        services = json.loads(file.read_text())["services"] if file.exists() else {}
+        return {name: service["pid"] for name, service in services.items()}
+
+    def end(self) -> None:
+        for process in self.begun:
+            process.kill()
+            process.communicate()
+        for pid in self.pids().values():
+            if process_start(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    host = Host(tmp_path)
+    yield host
+    host.end()
+
+
+@pytest.fixture
+def engines(host: Host) -> Host:
+    """A host where the engines are built."""
+    for name in NAMES:
+        need_engine(name)
+    return host
+
+
+@pytest.fixture
+def planted(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host whose engines run but never get healthy."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(host.directory / "cache"))
+    host.environment["XDG_CACHE_HOME"] = str(host.directory / "cache")
+    for name in NAMES:
+        path = program_path(ENGINES[name])
+        path.parent.mkdir(parents=True)
+        path.write_text(NEVER_HEALTHY)
+        path.chmod(0o755)
+    return host
+
+
+def numberless(text: str) -> str:
+    text = re.sub(r"pid \d+", "pid N", text)
+    return re.sub(r"(?m)^(\w+ +(?:healthy|not healthy|ended) +)\d+( +)", r"\1N\2", text)
+
+
+def addresses(ports: Mapping[str, str]) -> str:
+    return f"""
+OTLP over gRPC  http://127.0.0.1:{ports["OTELCOL_GRPC_PORT"]}
+OTLP over HTTP  http://127.0.0.1:{ports["OTELCOL_HTTP_PORT"]}
+Jaeger          http://127.0.0.1:{ports["JAEGER_QUERY_HTTP_PORT"]}
+Prometheus      http://127.0.0.1:{ports["PROMETHEUS_PORT"]}
+Built from their modules, Jaeger and Prometheus have no user interface, only their APIs; their container images have both.
+
+send it a run: otel-dflash run --stack -- python train.py
+"""
+
+
+def lines(word: str) -> str:
+    return "".join(f"{name} {ENGINES[name].version} {word}: pid N\n" for name in NAMES)
+
+
+def test_up_twice_is_up_once_status_shows_it_and_down_ends_it(engines: Host) -> None:
+    assert engines.run("stack", "up") == (0, lines("runs") + addresses(engines.ports), "")
+    pids = engines.pids()
+    assert engines.run("stack", "up") == (0, lines("runs already") + addresses(engines.ports), "")
+    assert engines.pids() == pids
+    assert engines.state.stat().st_mode & 0o777 == 0o700
+
+    code, out, err = engines.run("stack", "status")
+    ports = engines.ports
+    assert (code, err) == (0, "")
+    assert [re.split(r"  +", line) for line in out.splitlines()[2:]] == [
+        ["prometheus", "healthy", "N", "3.16.0", f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"],
+        ["jaeger", "healthy", "N", "2.13.0", f"http://127.0.0.1:{ports['JAEGER_QUERY_HTTP_PORT']}"],
+        ["otelcol", "healthy", "N", "0.161.0", *(f"http://127.0.0.1:{ports[f'OTELCOL_{kind}_PORT']}" for kind in ("GRPC", "HTTP"))],
+    ]
+
+    kept = f"data and logs are kept in {engines.state}; remove them: otel-dflash stack down --volumes\n"
+    assert engines.run("stack", "down") == (0, "otelcol stopped\njaeger stopped\nprometheus stopped\n" + kept, "")
+    assert [pid for pid in pids.values() if process_start(pid)] == []
+    assert engines.run("stack", "status")[0] == 1
+    assert engines.run("stack", "down") == (0, "nothing to stop\n", "")
+    assert (engines.state / "jaeger" / "keys").is_dir()
+    removed = f"data and logs removed from {engines.state}\n"
+    assert engines.run("stack", "down", "--volumes") == (0, f"nothing to stop\n{removed}", "")
+    assert sorted(path.name for path in engines.state.iterdir()) == ["lock", "stack.json"]
+
+
+def test_a_service_that_died_is_started_again_where_it_was_and_the_others_are_left_alone(engines: Host) -> None:
+    engines.run("stack", "up")
+    pids = engines.pids()
+    os.kill(pids["jaeger"], signal.SIGKILL)
+    poll(lambda: process_start(pids["jaeger"]) is None)
+    assert re.findall(r"^\w+ +(\w+)", engines.run("stack", "status")[1], re.MULTILINE) == ["state", "healthy", "ended", "healthy"]
+    for name in PORTS:  # another shell, where nobody chose ports
+        del engines.environment[name]
+    version = {name: ENGINES[name].version for name in NAMES}
+    again = f"prometheus {version['prometheus']} runs already: pid N\njaeger {version['jaeger']} runs: pid N\n"
+    again += f"otelcol {version['otelcol']} runs already: pid N\n"
+    assert engines.run("stack", "up") == (0, again + addresses(engines.ports), "")
+    assert {name: pid for name, pid in engines.pids().items() if name != "jaeger"} == {
+        name: pid for name, pid in pids.items() if name != "jaeger"
+    }
+    assert engines.run("stack", "status")[0] == 0
+
+
+def test_two_at_once_start_one_stack(engines: Host) -> None:
+    both = [engines.begin("stack", "up") for _ in range(2)]
+    said = [process.communicate(timeout=DEADLINE_S) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(numberless(out).replace("another command starts or stops the stack; waiting for it\n", "") for out, _ in said) == sorted(
+        [lines("runs") + addresses(engines.ports), lines("runs already") + addresses(engines.ports)]
+    )
+    assert engines.run("stack", "status")[0] == 0
+
+
+def test_a_busy_port_is_one_line_and_what_was_started_before_it_is_stopped(engines: Host) -> None:
+    port = engines.ports["OTELCOL_HTTP_PORT"]
+    with socket.create_server(("127.0.0.1", int(port))):
+        code, out, err = engines.run("stack", "up")
+    other = int(port) + 10_000 if int(port) < 50_000 else int(port) - 10_000
+    assert (code, err) == (
+        1,
+        f"otel-dflash: otelcol cannot listen at 127.0.0.1:{port}: address already in use; "
+        f"stop what listens there (ss -ltnp), or choose another port: OTELCOL_HTTP_PORT={other}\n",
+    )
+    assert out == lines("runs").partition("otelcol")[0] + "stopped again what this command had started: prometheus, jaeger\n"
+    assert engines.pids() == {}
+    assert engines.run("stack", "up")[0] == 0
+
+
+def test_a_service_that_does_not_start_is_said_with_the_end_of_its_log(engines: Host) -> None:
+    (engines.state / "jaeger").mkdir(parents=True)
+    (engines.state / "jaeger" / "keys").touch()
+    code, out, err = engines.run("stack", "up")
+    assert (code, out) == (1, lines("runs").partition("jaeger")[0] + "stopped again what this command had started: prometheus, jaeger\n")
+    assert err.startswith(f"otel-dflash: jaeger ended before it was healthy; the end of {engines.state}/jaeger.log:\n  ")
+    assert "badger" in err
+    assert engines.pids() == {}
+
+
+def test_what_runs_with_other_settings_is_not_taken_for_what_was_asked(engines: Host) -> None:
+    engines.run("stack", "up")
+    port = engines.ports["OTELCOL_GRPC_PORT"]
+    free = str(free_ports(1)[0])
+    said = f"otel-dflash: otelcol runs with OTELCOL_GRPC_PORT={port}, not {free}; stop it first: otel-dflash stack down\n"
+    assert engines.run("stack", "up", OTELCOL_GRPC_PORT=free) == (1, "", said)
+    said = "otel-dflash: the stack runs as processes of built engines already; stop it first: otel-dflash stack down\n"
+    assert engines.run("stack", "up", "--docker") == (1, "", said)
+    assert engines.run("stack", "status")[0] == 0
+
+
+def test_a_run_brings_the_stack_up_and_its_spans_into_jaeger(engines: Host) -> None:
+    variables = {
+        "OTEL_DFLASH_EXIT_MS": "30000",
+        "http_proxy": "http://127.0.0.1:1",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1",
+    }
+    code, out, err = engines.run("run", "--stack", "--run-id", "run-1", "--", sys.executable, "-c", TRAINER, **variables)
+    assert (code, out) == (0, ""), err
+    said = numberless(err).splitlines()
+    assert said[:4] == [*(f"otel-dflash: {line}" for line in lines("runs").splitlines()), "otel-dflash: recording run-1 in runs/run-1"]
+    views = (
+        f"Jaeger http://127.0.0.1:{engines.ports['JAEGER_QUERY_HTTP_PORT']}, Prometheus http://127.0.0.1:{engines.ports['PROMETHEUS_PORT']}"
+    )
+    assert said[-1] == f"otel-dflash: the stack stays up (otel-dflash stack down stops it): {views}"
+    jaeger = Jaeger(f"http://127.0.0.1:{engines.ports['JAEGER_QUERY_HTTP_PORT']}")
+    poll(lambda: jaeger.get("/api/services")["data"] == ["dflash-target"])
+
+
+def test_stack_and_endpoint_are_a_usage_error(host: Host) -> None:
+    said = "otel-dflash: --stack and --endpoint name two places to send to; give one of them (see: otel-dflash run --help)\n"
+    assert host.run("run", "--stack", "--endpoint", "http://localhost:4317", "--", "true") == (2, "", said)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_interrupted_up_stops_what_it_started(number: signal.Signals, code: int, planted: Host) -> None:
+    interrupted = planted.begin("stack", "up")
+    poll(planted.pids)
+    pid = planted.pids()["prometheus"]
+    assert process_start(pid)
+    interrupted.send_signal(number)
+    out, err = interrupted.communicate(timeout=DEADLINE_S)
+    assert (interrupted.returncode, out) == (code, "stopped again what this command had started: prometheus\n")
+    assert err.strip() == ""
+    assert process_start(pid) is None
+    assert planted.pids() == {}
+
+
+def test_an_up_that_was_killed_is_gone_on_with_and_undone(planted: Host) -> None:
+    killed = planted.begin("stack", "up")
+    poll(planted.pids)
+    killed.kill()
+    killed.wait(DEADLINE_S)
+    pid = planted.pids()["prometheus"]
+    assert process_start(pid)
+    code, out, _ = planted.run("stack", "down")
+    assert (code, out.splitlines()[0]) == (0, "prometheus stopped")
+    assert process_start(pid) is None
+
+
+def test_down_ends_no_process_that_has_the_pid_of_one_that_was_started(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
+    with sleeping() as process:
+        host.state.mkdir(parents=True)
+        state.write(state.Stack({"jaeger": state.Started(process.pid, (process_start(process.pid) or 0) - 1, "2.13.0", {})}))
+        code, out, err = host.run("stack", "down")
+        assert (code, out.splitlines()[0], err) == (0, "jaeger had ended already", "")
+        assert process.poll() is None
+
+
+def test_what_does_not_end_is_killed_after_a_while(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
+    monkeypatch.setattr(native, "TERM_S", 0.2)
+    said: list[str] = []
+    with sleeping("trap '' TERM") as process, state.locked(said.append):
+        state.write(state.Stack({"jaeger": state.Started(process.pid, process_start(process.pid) or 0, "2.13.0", {})}))
+        native.down(said.append)
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert said == ["jaeger did not end within 0.2 s and was killed"]
+    assert state.read() == state.Stack()
+
+
+@contextmanager
+def sleeping(before: str = ":") -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process that sleeps, after a shell did `before` in it."""
+    with subprocess.Popen(["sh", "-c", f"{before}; exec sleep 600"]) as process:
+        poll(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_neither_engines_nor_docker_is_one_line_with_the_remedies(host: Host) -> None:
+    said = (
+        "otel-dflash: not built here: prometheus jaeger otelcol; build, once, about 22 minutes: "
+        "otel-dflash stack build prometheus jaeger otelcol. Nor can Docker run it: docker is not on PATH\n"
+    )
+    nowhere = {"XDG_CACHE_HOME": str(host.directory), "PATH": str(host.directory)}
+    assert host.run("stack", "up", **nowhere) == (1, "", said)
+    assert host.run("run", "--stack", "--", "/bin/true", **nowhere) == (1, "", said)
+
+
+COMPOSE_FILE = Path(native.__file__).parents[2] / "collector" / "compose.yaml"
+
+
+@pytest.mark.parametrize(
+    ("docker", "reason", "way"),
+    [
+        ("echo not running >&2; exit 1", "the Docker daemon does not answer (not running)", "--docker"),
+        ("test $1 != compose || { echo unknown command >&2; exit 1; }", "Docker has no Compose plugin (unknown command)", "--docker"),
+        ("test $1 != image", f"its images are not here yet; fetch them: docker compose --file {COMPOSE_FILE} pull", ""),
+    ],
+)
+def test_why_docker_cannot_run_it_is_said(docker: str, reason: str, way: str, host: Host) -> None:
+    stand_in(host, docker)
+    variables = {"XDG_CACHE_HOME": str(host.directory), "PATH": f"{host.directory}:{os.environ['PATH']}"}
+    code, out, err = host.run("stack", "up", **variables)
+    assert (code, out) == (1, "")
+    assert err.endswith(f"otel-dflash stack build prometheus jaeger otelcol. Nor can Docker run it: {reason}\n")
+    if way:
+        remedy = "start Docker, or take the built engines: otel-dflash stack up --native"
+        assert host.run("stack", "up", way, **variables) == (1, "", f"otel-dflash: Docker cannot run the stack: {reason}; {remedy}\n")
+        assert host.pids() == {}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"JAEGER_HTTP_PORT": "http"}, "JAEGER_HTTP_PORT must be a port from 1 to 65535, got 'http'; unset it for 14318"),
+        (
+            {"JAEGER_HTTP_PORT": "4318", "OTELCOL_HTTP_PORT": "4318"},
+            "JAEGER_HTTP_PORT and OTELCOL_HTTP_PORT are both 4318; choose another for one of them",
+        ),
+    ],
+)
+def test_a_port_that_cannot_work_is_a_usage_error(variables: dict[str, str], said: str, planted: Host) -> None:
+    assert planted.run("stack", "up", **variables) == (2, "", f"otel-dflash: {said}\n")
+
+
+def test_a_state_directory_that_cannot_be_written_is_one_line(host: Host) -> None:
+    (host.directory / "file").touch()
+    place = host.directory / "file"
+    said = f"otel-dflash: {place}/otel-dflash/stack cannot hold the stack's data: not a directory; "
+    said += "point XDG_STATE_HOME at a directory of yours\n"
+    assert host.run("stack", "up", "--native", XDG_STATE_HOME=str(place)) == (1, "", said)
+
+
+DOCKER = """
+echo "$@" >> {directory}/docker-was-asked
+case "$*" in *--images*) echo "a:1"; echo "b:2";; esac
+exit 0
+"""
+
+
+def stand_in(host: Host, script: str) -> None:
+    """Put a `docker` into the host's directory."""
+    docker = host.directory / "docker"
+    docker.write_text(f"#!/bin/sh\n{script}\n")
+    docker.chmod(0o755)
+
+
+def test_where_docker_answers_and_has_the_images_compose_is_asked(host: Host) -> None:
+    """A stand-in notes what it is asked; that the file is right is tests/test_compose.py's part."""
+    stand_in(host, DOCKER.format(directory=host.directory))
+    variables = {"PATH": f"{host.directory}:{os.environ['PATH']}", "GRAFANA_PORT": "3001", "XDG_CACHE_HOME": str(host.directory)}
+    code, out, err = host.run("stack", "up", **variables)
+    addressed = addresses(host.ports).replace(
+        "Built from their modules, Jaeger and Prometheus have no user interface, only their APIs; their container images have both.\n",
+        "Grafana         http://127.0.0.1:3001\n",
+    )
+    assert (code, out, err) == (0, addressed, "")
+    rows = [line.split() for line in host.run("stack", "status", **variables)[1].splitlines()[2:]]
+    assert [row[:4] for row in rows] == [[name, "not", "healthy", ENGINES[name].version] for name in NAMES]
+    assert host.run("stack", "down", "--volumes", **variables) == (0, "", "")
+    compose = f"compose --file {COMPOSE_FILE}"
+    assert (host.directory / "docker-was-asked").read_text().splitlines() == [
+        "version --format {{.Server.Version}}",
+        f"{compose} config --images",
+        "image inspect --format {{.Id}} a:1 b:2",
+        f"{compose} up --detach --wait",
+        f"{compose} down --volumes",
+    ]

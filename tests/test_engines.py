@@ -1,0 +1,222 @@
+"""Builds: one at a time, whole or not at all, once, and with one line for what is missing. Real ones, by Go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from otel_dflash.session import process_start
+from otel_dflash.stack.engines import ENGINES, EngineError, build, find, program_path
+from tests.processes import poll, read_line
+from tests.tiny_engine import SOURCE, tiny
+
+DEADLINE_S = 60
+TINY = Path(__file__).with_name("tiny_engine.py")
+
+Begin = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, and a tiny engine to build in it."""
+    if shutil.which("go") is None:
+        message = "engines are built with Go, which is not on PATH; install Go >= 1.25 (https://go.dev/dl)"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "manifest.go").write_text(SOURCE.format("first"))
+    return tmp_path
+
+
+@pytest.fixture
+def begin(shelf: Path) -> Iterator[Begin]:
+    """Start a process that builds the tiny engine."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        begun.append(subprocess.Popen([sys.executable, TINY, shelf], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment))
+        return begun[-1]
+
+    yield start
+    (shelf / "go-on").touch()
+    for process in begun:
+        process.kill()
+        process.communicate()
+    poll(lambda: not builders(shelf))
+
+
+def begin_and_hold(shelf: Path, begin: Begin) -> subprocess.Popen[bytes]:
+    """Return a build that stands still while Go compiles."""
+    (shelf / "hold").touch()
+    process = begin()
+    assert read_line(process) == b"building tiny 1.0, once: about 1 minute on two cores\n"
+    poll(lambda: builders(shelf))
+    return process
+
+
+def builders(shelf: Path) -> list[int]:
+    """Return the pids of Go's processes that live."""
+    file = shelf / "tools"
+    return [pid for pid in map(int, file.read_text().split()) if process_start(pid)] if file.exists() else []
+
+
+def builds(shelf: Path) -> int:
+    return len((shelf / "builds").read_text().splitlines())
+
+
+def left(shelf: Path) -> list[str]:
+    """Return what the cache holds besides the locks."""
+    return sorted(path.name for path in (shelf / "cache" / "otel-dflash" / "engines").iterdir() if path.suffix != ".lock")
+
+
+def output(program: Path) -> str:
+    return subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S, check=True).stderr
+
+
+def test_an_engine_is_built_once_and_again_when_its_manifest_changes(shelf: Path) -> None:
+    said: list[str] = []
+    assert find(tiny(shelf)) is None
+    first = build(tiny(shelf), said.append)
+    assert build(tiny(shelf), said.append) == first == find(tiny(shelf))
+    (shelf / "manifest.go").write_text(SOURCE.format("second"))
+    assert find(tiny(shelf)) is None
+    second = build(tiny(shelf), said.append)
+    assert (output(first), output(second)) == ("first\n", "second\n")
+    assert builds(shelf) == 2
+    assert said == ["building tiny 1.0, once: about 1 minute on two cores"] * 2
+    assert left(shelf) == sorted([first.parent.name, second.parent.name])
+
+
+def test_of_two_builds_at_once_one_waits_for_the_other(shelf: Path, begin: Begin) -> None:
+    first = begin_and_hold(shelf, begin)
+    second = begin()
+    assert read_line(second) == b"tiny is being built already; waiting\n"
+    (shelf / "go-on").touch()
+    results = [process.communicate(timeout=DEADLINE_S) for process in (first, second)]
+    program = find(tiny(shelf))
+    assert results == [(f"{program}\n".encode(), b"")] * 2
+    assert builds(shelf) == 1
+    assert program
+    assert output(program) == "first\n"
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_complete(shelf: Path, begin: Begin) -> None:
+    killed = begin_and_hold(shelf, begin)
+    killed.kill()
+    killed.wait(DEADLINE_S)
+    assert find(tiny(shelf)) is None
+    assert builders(shelf)
+    second = begin()
+    assert read_line(second) == b"tiny is being built already; waiting\n"  # Go, whom nobody told, still writes there
+    (shelf / "go-on").touch()
+    out, err = second.communicate(timeout=DEADLINE_S)
+    program = find(tiny(shelf))
+    assert program
+    assert (out.decode().splitlines(), err) == (["building tiny 1.0, once: about 1 minute on two cores", str(program)], b"")
+    assert builds(shelf) == 2
+    assert left(shelf) == [program.parent.name]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_interrupt_ends_the_builders_too(number: signal.Signals, code: int, shelf: Path, begin: Begin) -> None:
+    interrupted = begin_and_hold(shelf, begin)
+    interrupted.send_signal(number)
+    assert (interrupted.wait(DEADLINE_S), interrupted.communicate()) == (code, (b"", b""))
+    poll(lambda: not builders(shelf))
+    assert left(shelf) == []
+
+
+def test_what_go_says_is_the_end_of_the_message(shelf: Path) -> None:
+    (shelf / "manifest.go").write_text("package main\n\nfunc main() { nothing() }\n")
+    with pytest.raises(EngineError) as caught:
+        build(tiny(shelf))
+    assert str(caught.value) == ("`go build -ldflags ...` failed with exit code 1:\n  # tiny\n  ./main.go:3:15: undefined: nothing")
+    assert left(shelf) == []
+
+
+FULL = """
+mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", os.environ["XDG_CACHE_HOME"]], capture_output=True, text=True)
+if mount.returncode:
+    sys.exit(f"cannot mount: {mount.stderr.strip()}")
+status = tiny_engine.main()
+print(sorted(path.suffix for path in Path(os.environ["XDG_CACHE_HOME"]).glob("otel-dflash/engines/*")))
+sys.exit(status)
+"""
+
+
+def test_a_full_disk_is_one_line_with_the_remedy(shelf: Path) -> None:
+    (shelf / "cache").mkdir()
+    program = f"import os, subprocess, sys\nfrom pathlib import Path\nfrom tests import tiny_engine\n{FULL}"
+    own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    command = ["unshare", *own_user, "--mount", sys.executable, "-c", program, str(shelf)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TINY.parents[1]), *filter(None, sys.path)])}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if result.returncode and ("cannot mount" in result.stderr or result.stderr.startswith("unshare:")):
+        pytest.skip(f"this machine allows no tmpfs of our own: {result.stderr.strip()}")
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"no space left for the engines in {shelf}/cache/otel-dflash/engines or Go's caches; a first build takes about 12 GiB: "
+        "free some, or point XDG_CACHE_HOME, GOCACHE and GOMODCACHE elsewhere\n",
+    )
+    assert result.stdout.splitlines()[-1] == "['.lock']"
+
+
+def cli(*arguments: str, **variables: str) -> tuple[int, str, str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    command = [sys.executable, "-m", "otel_dflash", "stack", "build", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_without_go_one_line_says_what_to_install(tmp_path: Path) -> None:
+    assert cli("jaeger", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)) == (
+        1,
+        "",
+        "otel-dflash: jaeger is built with 'go', which is not on PATH; install Go >= 1.25 (https://go.dev/dl)\n",
+    )
+
+
+def test_without_network_one_line_says_so(shelf: Path) -> None:
+    code, out, err = cli("otelcol", GOPROXY="http://127.0.0.1:1", GOMODCACHE=str(shelf / "modules"), GOFLAGS="-modcacherw")
+    assert (code, out) == (1, "building otelcol 0.161.0, once: about 6 minutes on two cores\n")
+    beginning = (
+        "otel-dflash: `go install go.opentelemetry.io/collector/cmd/builder@v0.161.0 ...` cannot fetch modules; "
+        "check the network, or name a mirror that answers here in GOPROXY: "
+    )
+    assert err.startswith(beginning)
+    assert err.count("\n") == 1
+    assert "connection refused" in err
+    assert left(shelf) == []
+
+
+def test_kafka_is_left_out_where_it_cannot_be_built_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    there = [plant(name) for name in ("otelcol", "prometheus", "jaeger")]
+    missing = "kafka is built with 'mvn', which is not on PATH; install Maven >= 3.8\n"
+    lines = [f"{path.parent.name.rsplit('-', 1)[0].replace('-', ' ')} was built before: {path}\n" for path in there]
+    said = "".join(lines) + f"kafka left out, only the variant with a broker needs it: {missing}"
+    assert cli(PATH=str(tmp_path)) == (0, said, "")
+    assert cli("kafka", PATH=str(tmp_path)) == (1, "", f"otel-dflash: {missing}")
+
+
+def plant(name: str) -> Path:
+    """Put an empty file where the built engine would be; return its path."""
+    path = program_path(ENGINES[name])
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_an_unknown_engine_is_a_usage_error() -> None:
+    assert cli("jager") == (
+        2,
+        "",
+        "otel-dflash: no engine 'jager'; there are otelcol, prometheus, jaeger, kafka (see: otel-dflash stack build --help)\n",
+    )
