@@ -54,11 +54,11 @@ class Ring:
     path: Path | None = None
     """Where the reader finds it, until it has taken all of it."""
 
-    def __init__(self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, run_id: str) -> None:
-        """Format memory of SLOTS_OFFSET bytes and any number of slots."""
+    def __init__(self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, place: str) -> None:
+        """Format memory of SLOTS_OFFSET bytes and any number of slots; `place` is the run and the node, of which its id is made."""
         self.pid = pid = os.getpid()
         start = process_start(pid) or 0
-        identity = f"{run_id} {os.uname().nodename} {pid} {start} {number}".encode()
+        identity = f"{place} {pid} {start} {number}".encode()
         self.id = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") >> SERIAL_BITS << SERIAL_BITS
         self.memory = memory
         self.slots = (len(memory) - SLOTS_OFFSET) // RECORD_BYTES
@@ -150,7 +150,7 @@ def _text_bytes_max(kind: int) -> int:
     return NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE, NameKind.VALUE) else DESCRIPTOR_BYTES_MAX
 
 
-def create_ring(directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, run_id: str) -> Ring:
+def create_ring(directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, place: str) -> Ring:
     """Create and publish the ring file `ring-<pid>-<number>` of a session directory.
 
     Raises:
@@ -166,7 +166,7 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
     except OSError:
         link = os.memfd_create("otel-dflash-ring", os.MFD_CLOEXEC)
         try:
-            ring = Ring(_map(link, size_bytes), number, role, index, gpu, run_id)
+            ring = Ring(_map(link, size_bytes), number, role, index, gpu, place)
             path.symlink_to(f"/proc/{os.getpid()}/fd/{link}")
         except OSError:
             os.close(link)
@@ -174,7 +174,7 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
         ring.link = link
         ring.path = path
         return ring
-    ring = Ring(memory, number, role, index, gpu, run_id)
+    ring = Ring(memory, number, role, index, gpu, place)
     draft.rename(path)  # a reader never sees a half-made ring
     ring.path = path
     return ring

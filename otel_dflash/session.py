@@ -19,8 +19,10 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import stat
 import time
+from _blake2 import blake2b  # hashlib would load OpenSSL
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -31,9 +33,11 @@ SESSION_FILE: Final = "session.json"
 CONTROL_FILE: Final = "control"
 LOCK_FILE: Final = "agent.lock"
 ENDED_FILE: Final = "ended"
+NODE_FILE: Final = "node"  # in a recording
 CONTROL_BYTES: Final = 4096
 PROBE_BYTES: Final = 4096
 ABANDONED_AGE_S: Final = 60.0
+RANK_WAIT_S: Final = 5.0  # from the recording of a node to its session it is milliseconds
 AGENT_EXIT_INCOMPLETE: Final = 4  # the disk that had no room for the recording may have none for a file that says so
 
 DETAIL_PHASES: Final = 0  # capture everything: what a fresh page of zeros says
@@ -46,11 +50,21 @@ class Session(NamedTuple):
 
     path: Path
     run_id: str
+    node: str
     recording: Path
     anchor_wall_ns: int
     anchor_mono_ns: int
     pid_namespace: str = ""
     """Where the agent looks for pids."""
+
+
+class RecordingExistsError(ConfigError):
+    """This node has a recording of that run."""
+
+    def __init__(self, recording: Path) -> None:
+        """Say which, and the remedy."""
+        super().__init__(f"recording {recording} exists; choose another run id, or remove it")
+        self.recording = recording
 
 
 def process_start(pid: int) -> int | None:
@@ -71,25 +85,39 @@ def create_session(run_id: str | None = None, directory: Path | None = None) -> 
         directory: Where recordings lie; default OTEL_DFLASH_DIR, else ./dflash-runs.
 
     Raises:
-        ConfigError: No directory can be written, the run id cannot name a run, or its recording exists.
+        RecordingExistsError: This node has recorded a run of that id, or records it now.
+        ConfigError: No directory can be written, or the run id or the node's name cannot be one.
     """
     suffix = os.urandom(4).hex()  # not `random`: a seeded run's stream must not move
-    run_id = config.run_id(run_id or os.environ.get(config.RUN_ID_VARIABLE) or f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}")
-    recording = (directory.absolute() if directory else config.recordings_directory()) / run_id
+    run_id = config.run_id(run_id or os.environ.get(config.RUN_ID_VARIABLE) or _default_run_id(suffix))
+    node = config.node_name()
+    recording = _create_recording(directory.absolute() if directory else config.recordings_directory(), run_id, node, suffix)
     try:
-        recording.mkdir(parents=True)
-        (recording / ".probe").write_bytes(bytes(PROBE_BYTES))
-        (recording / ".probe").unlink()
-    except FileExistsError:
-        raise ConfigError(f"recording {recording} exists; choose another run id, or remove it") from None
-    except OSError as error:
-        remove_directory(recording)
-        reason = error.strerror
-        raise ConfigError(f"cannot create the recording {recording}: {reason}; set OTEL_DFLASH_DIR to a writable directory") from None
-    try:
-        return _create_in_tmpfs(f"{run_id}-{suffix}", Session(Path(), run_id, recording, *_anchor(), _pid_namespace()))
+        return _create_in_tmpfs(f"{run_id}-{suffix}", Session(Path(), run_id, node, recording, *_anchor(), _pid_namespace()))
     except ConfigError:
-        recording.rmdir()
+        remove_directory(recording)
+        raise
+
+
+def create_or_join(run_id: str | None = None, directory: Path | None = None) -> tuple[Session, bool]:
+    """Do as `create_session` and return True with it; in a rank whose node's session another rank made, return that and False.
+
+    Raises:
+        ConfigError: As create_session.
+    """
+    try:
+        return create_session(run_id, directory), True
+    except RecordingExistsError as error:
+        deadline = time.monotonic() + RANK_WAIT_S
+        while config.is_rank() and time.monotonic() < deadline:
+            for path in (path for base in base_directories() for path in base.glob("*/")):
+                try:
+                    session = open_session(path)
+                except ConfigError:
+                    continue
+                if session.recording == error.recording:
+                    return session, False
+            time.sleep(0.01)
         raise
 
 
@@ -100,10 +128,10 @@ def open_session(path: Path) -> Session:
         ConfigError: There is none, or it belongs to another user.
     """
     try:
-        _check_private(path)
+        check_private(path)
         fields = json.loads((path / SESSION_FILE).read_text())
         anchor = fields["anchor_wall_ns"], fields["anchor_mono_ns"]
-        return Session(path, fields["run_id"], Path(fields["recording"]), *anchor, fields["pid_namespace"])
+        return Session(path, fields["run_id"], fields["node"], Path(fields["recording"]), *anchor, fields["pid_namespace"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no session at {path} ({error}); unset {config.SESSION_VARIABLE} to start a new one") from None
 
@@ -161,7 +189,7 @@ def map_control(session: Session) -> memoryview:
 def running_sessions() -> list[Session]:
     """Return this user's sessions that somebody may write to."""
     found = []
-    for path in (path for base in _bases() for path in sorted(base.glob("*/"))):
+    for path in (path for base in base_directories() for path in sorted(base.glob("*/"))):
         try:
             session = open_session(path)
         except ConfigError:
@@ -176,7 +204,7 @@ def abandoned_sessions() -> list[Session]:
 
     One that is younger than a minute may still be about to begin.
     """
-    return [session for base in _bases() for path in base.glob("*/") if (session := _abandoned(path)) is not None]
+    return [session for base in base_directories() for path in base.glob("*/") if (session := _abandoned(path)) is not None]
 
 
 def _abandoned(path: Path) -> Session | None:
@@ -197,7 +225,7 @@ def _abandoned(path: Path) -> Session | None:
     return session
 
 
-def _check_private(directory: Path) -> None:
+def check_private(directory: Path) -> None:
     """Raise PermissionError when others could have written to a directory: places such as /dev/shm are open to every user."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -223,6 +251,53 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def _default_run_id(suffix: str) -> str:
+    """Return a run id of the time and `suffix`; in a rank, of its launcher's start and identity: then all ranks of a node have the same."""
+    launcher = os.getppid()
+    start_ticks = process_start(launcher)
+    if not config.is_rank() or start_ticks is None:
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
+    boot_s = int(Path("/proc/stat").read_bytes().partition(b"\nbtime ")[2].split()[0])
+    started = time.localtime(boot_s + start_ticks // os.sysconf("SC_CLK_TCK"))
+    restarts = [os.environ.get(name) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    identity = f"{config.node_name()} {launcher} {start_ticks} {restarts}".encode()
+    return f"{time.strftime('%Y%m%d-%H%M%S', started)}-{blake2b(identity, digest_size=4).hexdigest()}"
+
+
+def _create_recording(base: Path, run_id: str, node: str, suffix: str) -> Path:
+    """Create the directory of this node's recording and return it: `<run>`, or `<run>@<node>` where another node of the run has that.
+
+    It is made beside its place and renamed, so that whoever finds it finds its node's name in it, on a shared file system too.
+    """
+    draft = base / f".{run_id}-{suffix}"
+    places = (base / run_id, base / f"{run_id}@{re.sub(r'[^A-Za-z0-9._-]', '-', node)}")
+    try:
+        draft.mkdir(parents=True)
+        (draft / NODE_FILE).write_bytes(node.encode().ljust(PROBE_BYTES))  # so that a full disk is seen here
+        (draft / NODE_FILE).write_text(node)
+        for place in places:
+            try:
+                return draft.rename(place)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+            if _node_of(place) in (node, None):
+                break
+    except OSError as error:
+        remove_directory(draft)
+        reason = f"cannot create the recording {places[0]}: {error.strerror}"
+        raise ConfigError(f"{reason}; set {config.DIRECTORY_VARIABLE} to a writable directory") from None
+    remove_directory(draft)
+    raise RecordingExistsError(place)
+
+
+def _node_of(recording: Path) -> str | None:
+    try:
+        return (recording / NODE_FILE).read_text()
+    except OSError:
+        return None
+
+
 def _anchor() -> tuple[int, int]:
     """Return (wall, monotonic) ns of one moment: the closest of a few readings."""
     best = None
@@ -236,7 +311,7 @@ def _anchor() -> tuple[int, int]:
     return best[1], best[2]
 
 
-def _bases() -> list[Path]:
+def base_directories() -> list[Path]:
     """Return where this user's session directories may lie, the best first."""
     chosen = os.environ.get(config.SHM_VARIABLE)
     places = [chosen] if chosen else ["/dev/shm", os.environ.get("TMPDIR") or "/tmp"]  # elsewhere than in a tmpfs rings are memfds
@@ -262,11 +337,11 @@ def _create_in_tmpfs(name: str, session: Session) -> Session:
         ConfigError: No place has.
     """
     reasons = []
-    for base in _bases():
+    for base in base_directories():
         path = base / name
         try:
             base.mkdir(mode=0o700, exist_ok=True)
-            _check_private(base)
+            check_private(base)
             base.chmod(0o700)  # a umask that takes the owner's rights must not spoil it for every later run
             path.mkdir(mode=0o700)
             _write_private(path / CONTROL_FILE, bytes(CONTROL_BYTES))

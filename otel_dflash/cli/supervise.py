@@ -98,13 +98,15 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     path = find_command(options.command)
     if config.is_disabled():
         _say("telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set")
-        _replace_process(path, options.command)
+        _replace_process(path, options.command, os.environ)
     stack = _bring_up() if options.stack else None
     agent_environment = with_stack(stack, options) if stack else with_endpoint(os.environ, options.endpoint, options.protocol)
     validate(agent_environment)
     config.ring_bytes()
     exit_wait_s = config.AgentConfig.from_environment().exit_timeout_s + AGENT_GRACE_S
-    joined = session.create_session(options.run_id, options.directory)
+    joined, is_new = session.create_or_join(options.run_id, options.directory)
+    if not is_new:
+        _replace_process(path, options.command, environment_of_child(os.environ, joined, options))
     membership = session.register_process(joined)
     agent = Agent(joined, agent_environment)
     if not options.quiet:
@@ -388,11 +390,11 @@ def _say(line: str) -> None:
         print(f"otel-dflash: {line}", file=sys.stderr, flush=True)
 
 
-def _replace_process(path: str, command: tuple[str, ...]) -> None:
-    """Become the command: telemetry is off, so there is nothing to supervise."""
+def _replace_process(path: str, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Become the command: telemetry is off, or another rank's `run` has the agent, so there is nothing to supervise."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execv(path, command)
+        os.execve(path, command, environment)
     except OSError as error:
         raise CommandError(f"cannot run {path}: {os.strerror(error.errno or 0)}", EXIT_NOT_EXECUTABLE) from None

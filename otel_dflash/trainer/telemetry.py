@@ -21,7 +21,7 @@ from otel_dflash.ring import Ring, create_ring
 from otel_dflash.session import (
     LOCK_FILE,
     Session,
-    create_session,
+    create_or_join,
     map_control,
     open_session,
     register_process,
@@ -145,7 +145,8 @@ class Telemetry:
         assert self._session
         try:
             self._register()
-            ring = create_ring(self._session.path, next(_ring_numbers), self._ring_bytes, role, index, gpu, self._session.run_id)
+            place = f"{self._session.run_id} {self._session.node}"
+            ring = create_ring(self._session.path, next(_ring_numbers), self._ring_bytes, role, index, gpu, place)
         except OSError as error:
             self._warn(f"worker {role} {index} records nothing: it cannot have a ring ({error})")
             raise
@@ -231,7 +232,9 @@ def _join_or_create(run_id: str | None) -> Session:
     if inherited:
         return open_session(Path(inherited))
     config.AgentConfig.from_environment()  # the agent would end at once, and say so in its log only
-    session = create_session(run_id)
+    session, is_new = create_or_join(run_id)
+    if not is_new:
+        return session
     try:
         register_process(session)  # before the agent looks for someone to serve
         start_agent(session, dict(os.environ))
