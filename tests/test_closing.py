@@ -191,11 +191,11 @@ print("trained")
 """
 
 
-def recorded(environment: dict[str, str], cwd: Path, *flags: str) -> tuple[str, list[str]]:
+def recorded(environment: dict[str, str], cwd: Path, *flags: str, program: str = TRAIN) -> tuple[str, list[str]]:
     """Record TRAIN; return what the summary says, and our own lines below it."""
     environment["OTEL_DFLASH_RUN_ID"] = "r1"
     environment["OTEL_DFLASH_DIR"] = "runs"
-    code, out, err = completed((*RUN[:3], "run", *flags, "--", sys.executable, "-c", TRAIN), environment, cwd)
+    code, out, err = completed((*RUN[:3], "run", *flags, "--", sys.executable, "-c", program), environment, cwd)
     assert (code, out) == (0, b"trained\n"), err
     lines = err.decode().splitlines()
     ours = [line for line in lines if line.startswith("otel-dflash: ")]
@@ -222,6 +222,17 @@ def test_recording_elsewhere_is_named_by_its_path(with_agent: dict[str, str], tm
 def test_quiet_says_nothing_when_all_is_well(with_agent: dict[str, str], tmp_path: Path) -> None:
     assert recorded(with_agent, tmp_path, "--quiet") == ("", [])
     assert (tmp_path / "runs" / "r1" / "run.json").exists()
+
+
+def test_quiet_says_what_was_lost(with_agent: dict[str, str], tmp_path: Path) -> None:
+    program = TRAIN.replace('print("trained")', 'with worker.step() as step: step.set(loss=[1])\nprint("trained")')
+    assert recorded(with_agent, tmp_path, "--quiet", program=program) == (
+        "",
+        [
+            "otel-dflash: lost: unsupported_value 1 (target 0: 1)",
+            "otel-dflash: lost: step.set() did not read loss (list): give it an int, float, str or bool in range",
+        ],
+    )
 
 
 def test_what_was_not_delivered_is_said_with_the_way_to_send_it(with_agent: dict[str, str], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_what_was_left_out_is_said_at_the_end_and_in_the_summary(receiver: OtlpR
     del environment["OTEL_DFLASH_AGENT"]
     code, _, said = completed((*RUN, sys.executable, "-c", TRAINER), environment, tmp_path)
     line = f"metric points that the receiver refused for good: 1 ({INVALID['grpc']}); all is recorded, its log says more"
-    assert (code, said.decode()) == (0, f"otel-dflash: {line}\n")
+    assert (code, said.decode()) == (0, f"otel-dflash: lost: {line}\n")
     assert len(receiver.spans()) == 1
     _, summary, _ = completed((sys.executable, "-m", "otel_dflash", "summary", "latest"), {**environment, "COLUMNS": "300"}, tmp_path)
     assert line in " ".join(summary.decode().split())

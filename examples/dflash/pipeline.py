@@ -44,7 +44,6 @@ class Item:
 
     batch: Batch
     hidden: Any  # [sequences, length, layers x width]
-    step_id: int  # of the target's step that made it, for --counts  # telemetry
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,10 @@ class Transfer:
 
 
 class FinishedStep(NamedTuple):
-    """A finished drafter step, and the ids of the target steps whose items it consumed."""
+    """A finished drafter step, and the numbers of the batches whose items it consumed."""
 
     drafter: int
     step: int
-    step_id: int
     consumed: list[int]
 
 
@@ -199,7 +197,7 @@ class Pipeline:
                 with sections("pack_hidden"):
                     packed = self.work.pack_hidden(hidden, buffer)
                 with sections("queue_put"):  # waits while the other buffer is still in transfer
-                    transfer = Transfer(Item(batch, packed, step.id), buffer, free, step.produced())  # telemetry
+                    transfer = Transfer(Item(batch, packed), buffer, free, step.produced())  # telemetry
                     give(self.transfers, transfer, self.stop)
                     buffer = take(free, self.stop)
                 sections.tokens += batch.tokens
@@ -207,7 +205,8 @@ class Pipeline:
     def postprocess_loop(self, sections: Sections) -> None:
         while True:
             transfer = take(self.transfers, self.stop)
-            with sections.worker.resume(transfer.context):  # telemetry
+            with sections.worker.resume(transfer.context) as step:  # telemetry
+                step.set(bucket=transfer.item.batch.bucket)  # telemetry
                 sections.next_step()
                 with sections("d2h"):
                     item = replace(transfer.item, hidden=self.work.d2h(transfer.item.hidden))
@@ -233,7 +232,7 @@ class Pipeline:
                 tokens, loss_tokens = (sum(getattr(item.batch, what) for item in items) for what in ("tokens", "loss_tokens"))
                 step.set(step=number, tokens=tokens, loss_tokens=loss_tokens)  # telemetry
                 sections.tokens += tokens
-                self.finished.append(FinishedStep(sections.index, number, step.id, [item.step_id for item in items]))  # telemetry
+                self.finished.append(FinishedStep(sections.index, number, [item.batch.number for item in items]))
 
     def thread(self, name: str, loop: Callable[..., None], *arguments: Sections) -> threading.Thread:
         def run() -> None:

@@ -28,9 +28,8 @@ def report(outcome: Outcome) -> None:
     recorded = has_workers(recording)
     if outcome.interrupted:
         say(f"not waiting for the agent; see the run later: {command('summary', recording)}")
-    elif recorded and not outcome.quiet:
-        _print_summary(recording)
-        say(f"recorded in {shown(recording)}; see it again: {command('summary', recording)}")
+    elif recorded:
+        _print_summary(recording, outcome.quiet)
     elif not recorded:
         _say_nothing_recorded(outcome)
     if outcome.agent_problem:
@@ -65,15 +64,21 @@ def has_workers(recording: Path) -> bool:
         reader.close()
 
 
-def _print_summary(recording: Path) -> None:
+def _print_summary(recording: Path, quiet: bool) -> None:
     from rich.console import Console
 
-    from otel_dflash.views.render import render
+    from otel_dflash.views.render import losses, render
     from otel_dflash.views.summary import summarise
 
+    summary = summarise(recording)
+    if quiet:
+        for line in losses(summary):
+            say(f"lost: {line.strip()}")
+        return
     render_to = Console(stderr=True)
     render_to.print()
-    render(summarise(recording), render_to)
+    render(summary, render_to)
+    say(f"recorded in {shown(recording)}; see it again: {command('summary', recording)}")
 
 
 def _say_nothing_recorded(outcome: Outcome) -> None:
@@ -95,7 +100,6 @@ def _delivery(recording: Path, environment: Mapping[str, str], quiet: bool) -> I
     reasons: dict[str, list[str]] = {}
     for name, sink in _read_delivery(recording).items():
         if isinstance(sink, dict):
-            yield from sink.get("losses", ())
             if sink.get("sampled") and not quiet:
                 yield _thinned(sink["sampled"])
             if not sink.get("delivered", True):

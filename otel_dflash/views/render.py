@@ -152,14 +152,15 @@ def _footer(summary: Summary) -> Table:
         pairs.add_row("made again", Text(f"{', '.join(again)}; their times add up. Make a worker once, and close() it when it is done"))
     if any(row.self_ns < row.total_ns for worker in summary.workers for row in worker.phases):
         pairs.add_row("of wall", Text("a phase without the phases inside it, so that a worker's shares sum to 100 % with other"))
-    pairs.add_row("losses", Text("\n".join(_losses(summary)) or "no losses"))
+    pairs.add_row("losses", Text("\n".join(losses(summary)) or "no losses"))
     for signal, reason in summary.undelivered.items():
         pairs.add_row("not sent", Text(f"{signal}: {reason}; all is recorded: otel-dflash replay {summary.run} --endpoint URL"))
     pairs.add_row("own cost", Text(_own_cost(summary)))
     return pairs
 
 
-def _losses(summary: Summary) -> Iterator[str]:
+def losses(summary: Summary) -> Iterator[str]:
+    """Yield a line for each kind of loss, with its remedy; none when nothing was lost."""
     for reason, count in sorted(summary.dropped.items(), key=lambda item: -item[1]):
         hit = {worker.name: worker.dropped[reason] for worker in summary.workers if reason in worker.dropped}
         yield f"{reason} {integer(count)} ({', '.join(f'{name}: {integer(lost)}' for name, lost in hit.items())})"

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from otel_dflash.agent import identity
 from tests.otlp_receiver import Link, Span, tree
 from tests.running import poll
 from tests.stack.conftest import Stack
 from tests.stack.jaeger_api import Jaeger
-from tests.stack.sending import NOWHERE, recorded_spans, send_run
+from tests.stack.sending import recorded_spans, send_run
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -56,9 +55,9 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Searched]:
     directory = tmp_path_factory.mktemp("searched")
     stack = Stack(directory)
     try:
-        jaeger = stack.start("jaeger", JAEGER_PROMETHEUS_URL=NOWHERE)
+        jaeger = stack.start("jaeger")
         traces = jaeger.url("JAEGER_HTTP_PORT")
-        collector = stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=traces, OTELCOL_METRICS_ENDPOINT=NOWHERE)
+        collector = stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=traces)
         endpoint, counts = collector.url("OTELCOL_GRPC_PORT"), directory / "counts.json"
         recordings = {
             "dflash": send_run(directory, endpoint, str(HERE / "searched_trainer.py")),
@@ -187,10 +186,10 @@ def test_the_trace_of_a_drafters_step_and_a_failed_one(searched: Searched) -> No
 def test_links_name_every_consumed_item_and_events_say_how_long_it_lay(searched: Searched) -> None:
     spans = searched.spans("example")
     steps = {span.attributes["dflash.step"]: span for span in spans.values() if "dflash.step" in span.attributes}
-    consumed = {
-        one["step"]: [f"{identity.step_span_id(item):016x}" for item in one["consumed"]] for one in searched.counts["drafter_steps"]
+    consumed = {number: [link.span_id for link in step.links] for number, step in steps.items()}
+    assert {number: [spans[made_by].attributes["dflash.batch.id"] for made_by in items] for number, items in consumed.items()} == {
+        one["step"]: one["consumed"] for one in searched.counts["drafter_steps"]
     }
-    assert {number: [link.span_id for link in step.links] for number, step in steps.items()} == consumed
     assert {number: (step.trace_id, step.parent_id) for number, step in steps.items()} == {
         number: (spans[items[0]].trace_id, items[0]) for number, items in consumed.items()
     }
@@ -200,6 +199,7 @@ def test_links_name_every_consumed_item_and_events_say_how_long_it_lay(searched:
         assert len(events) == len(step.links) == 3
         for event, link in zip(events, step.links, strict=True):
             assert event.attributes["dflash.queue.name"] == "hidden_states"
+            assert event.attributes["dflash.bucket.id"] == spans[link.span_id].attributes["dflash.bucket.id"]
             assert 0 <= event.attributes["dflash.queue.residence"] <= (event.time_ns - spans[link.span_id].start_ns) / 1e9
 
 
@@ -258,7 +258,7 @@ def test_no_span_on_one_host_is_said_to_have_a_skewed_clock(searched: Searched, 
     """Without the collector's "ip" the UI would say it of each copy that ends after its step; so the check can fail."""
     for run in searched.recordings:
         assert {role: searched.jaeger.warnings(f"{run}-{role}") for role in ROLES} == {role: {} for role in ROLES}
-    direct = stack.start("jaeger", JAEGER_PROMETHEUS_URL=NOWHERE)
+    direct = stack.start("jaeger")
     send_run(direct.directory, direct.url("JAEGER_GRPC_PORT"), str(HERE / "searched_trainer.py"), OTEL_METRICS_EXPORTER="none")
     jaeger = Jaeger(direct.url("JAEGER_QUERY_HTTP_PORT"))
     poll(lambda: "dflash-postprocess" in jaeger.services())
