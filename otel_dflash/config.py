@@ -38,6 +38,7 @@ SHM_VARIABLE = "OTEL_DFLASH_SHM"
 KEEP_VARIABLE = "OTEL_DFLASH_KEEP"
 METRIC_AGE_VARIABLE = "OTEL_DFLASH_METRIC_AGE_S"
 HEADERS_FILE_VARIABLE = "OTEL_DFLASH_OTLP_HEADERS_FILE"
+_DIGITS_MAX = 20  # Python refuses to convert thousands of them
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")  # of torchrun, srun, mpirun
 
@@ -61,8 +62,8 @@ def integer(name: str, default: int, low: int, high: int) -> int:
     text = os.environ.get(name, "").strip()
     if not text:
         return default
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {text!r}; unset it for {default}")
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS_MAX or not low <= int(text) <= high:
+        raise ConfigError(f"{name} must be an integer from {low} to {high}, got {text[:100]!r}; unset it for {default}")
     return int(text)
 
 

@@ -33,7 +33,8 @@ SESSION_FILE: Final = "session.json"
 CONTROL_FILE: Final = "control"
 LOCK_FILE: Final = "agent.lock"
 ENDED_FILE: Final = "ended"
-NODE_FILE: Final = "node"  # in a recording
+NODE_FILE: Final = "node"  # in a recording: the name of the node that makes it ...
+DELIVERY_FILE: Final = "delivery.json"  # ... and what its agent says at its end
 CONTROL_BYTES: Final = 4096
 PROBE_BYTES: Final = 4096
 ABANDONED_AGE_S: Final = 60.0
@@ -108,17 +109,30 @@ def create_or_join(run_id: str | None = None, directory: Path | None = None) -> 
     try:
         return create_session(run_id, directory), True
     except RecordingExistsError as error:
-        deadline = time.monotonic() + RANK_WAIT_S
-        while config.is_rank() and time.monotonic() < deadline:
-            for path in (path for base in base_directories() for path in base.glob("*/")):
-                try:
-                    session = open_session(path)
-                except ConfigError:
-                    continue
-                if session.recording == error.recording:
-                    return session, False
-            time.sleep(0.01)
-        raise
+        if not config.is_rank():
+            raise
+        session = _await_session(error.recording)
+        if session is not None:
+            return session, False
+        if run_id or os.environ.get(config.RUN_ID_VARIABLE):
+            raise
+    # The commands of a batch script have one parent too, and the variables of a rank: each is a run of its own.
+    return create_session(_run_id_of_now(os.urandom(4).hex()), directory), True
+
+
+def _await_session(recording: Path) -> Session | None:
+    """Return the session that another rank records there, as soon as that serves it; None when it has ended, or none does in time."""
+    deadline = time.monotonic() + RANK_WAIT_S
+    while time.monotonic() < deadline and not (recording / DELIVERY_FILE).exists():
+        for path in (path for base in base_directories() for path in base.glob("*/")):
+            try:
+                session = open_session(path)
+            except ConfigError:
+                continue
+            if session.recording == recording and living_processes(session) and not (path / ENDED_FILE).exists():
+                return session
+        time.sleep(0.01)
+    return None
 
 
 def open_session(path: Path) -> Session:
@@ -256,12 +270,16 @@ def _default_run_id(suffix: str) -> str:
     launcher = os.getppid()
     start_ticks = process_start(launcher)
     if not config.is_rank() or start_ticks is None:
-        return f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
+        return _run_id_of_now(suffix)
     boot_s = int(Path("/proc/stat").read_bytes().partition(b"\nbtime ")[2].split()[0])
     started = time.localtime(boot_s + start_ticks // os.sysconf("SC_CLK_TCK"))
     restarts = [os.environ.get(name) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     identity = f"{config.node_name()} {launcher} {start_ticks} {restarts}".encode()
     return f"{time.strftime('%Y%m%d-%H%M%S', started)}-{blake2b(identity, digest_size=4).hexdigest()}"
+
+
+def _run_id_of_now(suffix: str) -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
 
 
 def _create_recording(base: Path, run_id: str, node: str, suffix: str) -> Path:
@@ -274,7 +292,7 @@ def _create_recording(base: Path, run_id: str, node: str, suffix: str) -> Path:
     try:
         draft.mkdir(parents=True)
         (draft / NODE_FILE).write_bytes(node.encode().ljust(PROBE_BYTES))  # so that a full disk is seen here
-        (draft / NODE_FILE).write_text(node)
+        (draft / NODE_FILE).write_bytes(node.encode())
         for place in places:
             try:
                 return draft.rename(place)
@@ -293,7 +311,7 @@ def _create_recording(base: Path, run_id: str, node: str, suffix: str) -> Path:
 
 def _node_of(recording: Path) -> str | None:
     try:
-        return (recording / NODE_FILE).read_text()
+        return (recording / NODE_FILE).read_bytes().decode(errors="replace")
     except OSError:
         return None
 

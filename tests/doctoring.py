@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import grpc
 import pytest
@@ -55,7 +56,7 @@ class Doctor:
             start = time.monotonic()
             try:
                 prepare(endpoint, protocol)
-                path = DoctorPath(os.environ, jaeger, prometheus, start + timeout_s)
+                path = DoctorPath(os.environ, jaeger, prometheus, timeout_s)
                 lines = list(path.check())
             finally:
                 os.environ.clear()
@@ -195,6 +196,33 @@ def banner_server(banner: bytes) -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
         listener.close()
+
+
+@contextmanager
+def dripping_server(first: bytes) -> Iterator[str]:
+    """Give the URL of a server that says `first`, and then a byte every 0.4 s."""
+    ended = threading.Event()
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(first)
+            with suppress(OSError):
+                while not ended.wait(0.4):
+                    self.request.sendall(b"x")
+
+    class Server(ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
 
 
 @contextmanager

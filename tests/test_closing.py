@@ -162,12 +162,13 @@ def test_agent_that_does_not_end_is_waited_for_so_long_and_said(stuck_agent: Pat
 
 
 def test_ctrl_c_while_the_agent_flushes_ends_run_with_the_commands_exit_code(
-    stuck_agent: Path, environment: dict[str, str], start: Start
+    stuck_agent: Path, environment: dict[str, str], start: Start, tmp_path: Path
 ) -> None:
     environment["OTEL_DFLASH_EXIT_MS"] = "3600000"
     environment["OTEL_DFLASH_RUN_ID"] = "r1"
-    process = start(*RUN, "sh", "-c", f"until test -s {stuck_agent}; do sleep 0.01; done; exit 3")
-    poll(stuck_agent.exists)
+    ended = tmp_path / "ended"
+    process = start(*RUN, "sh", "-c", f"until test -s {stuck_agent}; do sleep 0.01; done; touch {ended}; exit 3")
+    poll(ended.exists)  # else the command may not have begun, and the signal is for it
     poll(lambda: list(children(process.pid).values()) == ["sleep 1000 "])
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=DEADLINE_S) == (

@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from otel_dflash.agent.exporters import metric_exporters, span_exporters, validate_environment
-from otel_dflash.config import ConfigError
+from otel_dflash.config import HEADERS_FILE_VARIABLE, ConfigError
 from tests.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
 from tests.test_exporters import PROTOCOLS, Environ, a_counter, a_span, environ, receiver
@@ -31,12 +31,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     certificate, key = made.issue("client")
     (directory / "both.pem").write_bytes(Path(certificate).read_bytes() + Path(key).read_bytes())
     (directory / "empty.pem").touch()
+    os.mkfifo(directory / "fifo")  # as a shell makes for <(...): to read it waits for a writer, and gives nothing the second time
     (directory / "half.pem").write_bytes(Path(certificate).read_bytes()[:200])
     return {
         **{path.name: str(path) for path in directory.iterdir()},
         "other.key": made.issue("other", by="other-ca")[1],
         "encrypted.key": made.encrypted("client"),
         "directory": str(directory),
+        "endless": "/dev/zero",
         "missing": str(directory / "missing"),
     }
 
@@ -44,6 +46,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 REFUSED = [
     ({CA: "missing"}, rf"{CA} names a file that cannot be read, got '.*missing' \(No such file or directory\); check path and mode"),
     ({CA: "directory"}, rf"{CA} names a file that cannot be read, got '.*' \(Is a directory\); check"),
+    ({CA: "fifo"}, rf"{CA} must name a file that can be read again and again, got '.*fifo'; write it to a regular file"),
+    ({CA: "endless"}, rf"{CA} must name a file that can be read again and again, got '/dev/zero'; write"),
+    ({HEADERS_FILE_VARIABLE: "fifo"}, rf"{HEADERS_FILE_VARIABLE} must name a file that can be read again and again, got '.*fifo'; write"),
     ({CA: "empty.pem"}, rf"{CA} must name a PEM file, got '.*empty.pem'; convert"),
     ({CA: "half.pem"}, rf"{CA} has no certificate of an authority in '.*half.pem' \(.*\); name a PEM file"),
     ({CA: "ca.pem", CERTIFICATE: "missing", KEY: "client.key"}, rf"{CERTIFICATE} names a file that cannot be read"),

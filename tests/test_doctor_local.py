@@ -74,6 +74,11 @@ def test_the_exit_code(places: Path, tmp_path: Path) -> None:
         "otel-dflash: OTEL_EXPORTER_OTLP_ENDPOINT is not an endpoint that OTLP over gRPC can use, got 'ftp://x'; "
         "try http://localhost:4317 or https://collector.example:4317\n",
     )
+    assert run_doctor(tmp_path, "--endpoint", endpoint, "--jaeger", "localhost:port") == (
+        2,
+        "",
+        "otel-dflash: --jaeger must be the URL of an HTTP API, got 'localhost:port'; try http://localhost:16686\n",
+    )
     code, _, err = run_doctor(tmp_path, "--local", OTEL_DFLASH_RING_BYTES="1")
     assert (code, err) == (
         2,
@@ -240,20 +245,20 @@ def nvmlSystemGetDriverVersion(): return "570.1"
         (NVML.format("pass"), (Status.OK, "NVML", "8 GPUs, driver 570.1", None)),
         (
             NVML.format("raise NVMLError('Driver Not Loaded')"),
-            (Status.UNKNOWN, "NVML", "no NVIDIA driver here: GPU metrics will be missing (Driver Not Loaded)", None),
+            (Status.UNKNOWN, "NVML", "no NVIDIA driver here: no GPU can be read (Driver Not Loaded)", None),
         ),
         (
             NVML.format("time.sleep(3600)"),
             (
                 Status.WARNING,
                 "NVML",
-                "does not answer within 0.5 s: the driver hangs, GPU metrics will be missing; see dmesg",
+                "does not answer within 0.5 s: the driver hangs, and no GPU can be read; see dmesg",
                 None,
             ),
         ),
         (
             "raise ModuleNotFoundError",
-            (Status.UNKNOWN, "NVML", "nvidia-ml-py is not installed: GPU metrics will be missing; pip install nvidia-ml-py", None),
+            (Status.UNKNOWN, "NVML", "nvidia-ml-py is not installed: no GPU can be read; pip install nvidia-ml-py", None),
         ),
     ],
 )

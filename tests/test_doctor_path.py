@@ -17,6 +17,7 @@ from tests.doctoring import (
     HttpServer,
     banner_server,
     closed_port,
+    dripping_server,
     full_listener,
     grpc_server,
     server_context,
@@ -314,6 +315,16 @@ def test_a_collector_that_takes_the_canary_and_never_answers(doctor: Doctor) -> 
     assert doctor.took_s < 3.5
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_server_that_answers_byte_by_byte_ends_in_time(doctor: Doctor, protocol: str) -> None:
+    with dripping_server(b"HTTP") as url:
+        assert wrong(doctor(url, protocol, timeout_s=1)) == [
+            "protocol spoken: 127.0.0.1:PORT speaks neither gRPC nor HTTP: it said b'HTTPxx'; "
+            "give the port of the collector's OTLP receiver"
+        ]
+    assert doctor.took_s < 2.5
+
+
 def test_something_else_listens_there(doctor: Doctor) -> None:
     with banner_server(b"SSH-2.0-OpenSSH_9.6\r\n") as url:
         assert wrong(doctor(url, GRPC)) == [
@@ -353,7 +364,7 @@ def test_sampled_out(doctor: Doctor, receiver: OtlpReceiver) -> None:
 
 def test_no_route_and_half_a_route(doctor: Doctor, receiver: OtlpReceiver) -> None:
     assert doctor(None) == [
-        "WRONG route: no endpoint is set: runs are recorded, and nothing is sent; "
+        "warn route: no endpoint is set: runs are recorded, and nothing is sent; "
         "give --endpoint http://localhost:PORT, or set OTEL_EXPORTER_OTLP_ENDPOINT"
     ]
     lines = doctor(receiver.grpc_endpoint, OTEL_METRICS_EXPORTER="none")
@@ -385,14 +396,3 @@ def test_what_one_signal_meets_does_not_keep_the_other_from_being_sent(doctor: D
     assert [line.split(":")[0] for line in wrong(lines)] == ["TCP connect"]
     assert "ok span accepted: " in lines
     assert "- seen in Prometheus: not checked: the metric was not sent" in lines
-
-
-@pytest.mark.parametrize(("option", "name", "port"), [("jaeger", "Jaeger", 16686), ("prometheus", "Prometheus", 9090)])
-def test_a_backend_that_is_not_there_or_not_one(doctor: Doctor, receiver: OtlpReceiver, option: str, name: str, port: int) -> None:
-    missing = f"http://127.0.0.1:{closed_port()}"
-    assert wrong(doctor(receiver.grpc_endpoint, **{option: missing})) == [  # type: ignore[arg-type]
-        f"seen in {name}: nothing listens at http://127.0.0.1:PORT; start {name}, or mend --{option}"
-    ]
-    with HttpServer(200, body=b"<html>") as server:
-        (line,) = wrong(doctor(receiver.grpc_endpoint, **{option: server.url}))  # type: ignore[arg-type]
-    assert line.endswith(f"(HTTP 200); mend --{option} (usually port {port})")

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from otel_dflash.session import process_start
-from otel_dflash.stack.engines import ENGINES, EngineError, build, find, program_path
+from otel_dflash.stack.engines import ENGINES, EngineError, build, collector_directory, find, program_path
 from tests.processes import poll, read_line
 from tests.tiny_engine import SOURCE, tiny
 
@@ -94,6 +95,15 @@ def test_an_engine_is_built_once_and_again_when_its_manifest_changes(shelf: Path
     assert left(shelf) == sorted([first.parent.name, second.parent.name])
 
 
+def test_an_engine_of_which_a_part_was_removed_is_built_again(shelf: Path) -> None:
+    program = build(tiny(shelf))
+    program.rename(program.with_name("something else"))
+    assert find(tiny(shelf)) is None
+    assert build(tiny(shelf)) == program
+    assert output(program) == "first\n"
+    assert [path.name for path in program.parent.iterdir()] == ["tiny"]
+
+
 def test_of_two_builds_at_once_one_waits_for_the_other(shelf: Path, begin: Begin) -> None:
     first = begin_and_hold(shelf, begin)
     second = begin()
@@ -168,6 +178,16 @@ def test_a_full_disk_is_one_line_with_the_remedy(shelf: Path) -> None:
     assert result.stdout.splitlines()[-1] == "['.lock']"
 
 
+def test_every_module_of_the_collector_is_of_its_release() -> None:
+    manifest = yaml.safe_load((collector_directory() / ENGINES["otelcol"].manifest).read_text())
+    parts = [part["gomod"].split() for kind in ("extensions", "receivers", "processors", "exporters") for part in manifest[kind]]
+    release = ENGINES["otelcol"].version
+    assert {version for _, version in parts} == {f"v{release}"}
+    assert manifest["dist"]["version"] == release
+    assert ENGINES["otelcol"].module.endswith(f"@v{release}")
+    assert {line.split()[0] for line in manifest["replaces"]} & {module for module, _ in parts} == set(), "only what a part needs"
+
+
 def cli(*arguments: str, **variables: str) -> tuple[int, str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
     command = [sys.executable, "-m", "otel_dflash", "stack", "build", *arguments]
@@ -207,10 +227,11 @@ def test_kafka_is_left_out_where_it_cannot_be_built_unless_it_is_named(tmp_path:
 
 
 def plant(name: str) -> Path:
-    """Put an empty file where the built engine would be; return its path."""
+    """Put empty files where the built engine's programs would be; return its path."""
     path = program_path(ENGINES[name])
     path.parent.mkdir(parents=True)
-    path.touch()
+    for program in ENGINES[name].programs:
+        (path.parent / program).touch()
     return path
 
 

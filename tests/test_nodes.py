@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from otel_dflash import session as session_module
 from otel_dflash.agent.recording import RecordingReader, list_recordings, read_info
 from otel_dflash.agent.resources import Resources
-from otel_dflash.session import abandoned_sessions, create_session, running_sessions
+from otel_dflash.session import abandoned_sessions, create_session, living_processes, open_session, running_sessions
 from otel_dflash.trainer import telemetry as telemetry_module
 from tests.running import DEADLINE_S, poll
 
@@ -114,6 +115,7 @@ def test_commands_name_the_recording_of_a_node(runs: Path) -> None:
     assert [line.split()[0] for line in say("runs").splitlines() if line.strip().startswith("night")] == ["night-7@node-b", "night-7"]
     assert "night-7 on node-a" in say("summary", "night-7")
     assert "night-7 on node-b" in say("summary", "night-7@node-b")
+    assert "night-7 on node-a" in say("summary", "night-7@node-a"), "the first node's is found by both names"
 
 
 def test_nodes_that_start_at_once_on_a_shared_disk_part(runs: Path) -> None:
@@ -158,8 +160,8 @@ class Trainers:
     def __init__(self) -> None:
         self._started: list[Trainer] = []
 
-    def start(self, **variables: str) -> Trainer:
-        command = [sys.executable, "-c", TRAINER]
+    def start(self, program: str = TRAINER, **variables: str) -> Trainer:
+        command = [sys.executable, "-c", program]
         process = subprocess.Popen(
             command, env=environment(**variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -168,7 +170,7 @@ class Trainers:
 
     def end(self) -> list[str]:
         """Let all end, their agents too; return what they said."""
-        said = [process.communicate(timeout=DEADLINE_S)[1] for process in self._started]
+        said = [process.communicate(timeout=DEADLINE_S)[1] for process in self._started if process.returncode is None]
         self._started.clear()
         poll(lambda: not running_sessions() and not list(Path(os.environ["OTEL_DFLASH_SHM"]).glob("otel-dflash-*/*")))
         assert abandoned_sessions() == []
@@ -205,6 +207,46 @@ def test_ranks_that_are_started_again_are_another_run(runs: Path, trainers: Trai
     assert trainers.end() == ["", ""]
     assert first[0] != again[0]
     assert sorted(path.name for path in runs.iterdir()) == sorted([first[0], again[0]])
+
+
+def test_a_rank_joins_no_session_whose_processes_were_all_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would take its records: the agent was killed with them."""
+    monkeypatch.setattr(session_module, "RANK_WAIT_S", 0.2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    left = create_session("night-7")
+    (left.path / "process-4194305-1").touch()
+    with pytest.raises(session_module.RecordingExistsError, match="night-7 exists; choose another run id"):
+        session_module.create_or_join("night-7")
+    member = session_module.register_process(left)
+    assert session_module.create_or_join("night-7") == (left, False)
+    member.unlink()
+
+
+def test_each_command_of_a_batch_script_is_a_run_of_its_own(runs: Path, trainers: Trainers) -> None:
+    """Slurm tells the script of a job the variables of a rank, and all its commands have one parent."""
+    names = []
+    for _ in range(3):
+        names.append(answer(trainers.start(SLURM_LOCALID="0"))[0])
+        assert trainers.end() == [""]
+    assert sorted(path.name for path in runs.iterdir()) == sorted(set(names))
+    assert [workers(runs / name) for name in names] == [[("target", 0)]] * 3
+
+
+def test_a_rank_may_outlive_the_one_that_made_the_session_and_hands_it_on(runs: Path, trainers: Trainers) -> None:
+    joins = "import otel_dflash; otel_dflash.start(); print(flush=True); sys.stdin.readline()\n"
+    first = trainers.start(LOCAL_RANK="0")
+    name, session = answer(first)
+    second = trainers.start("import sys; " + joins + TRAINER, LOCAL_RANK="1")
+    assert second.stdout
+    assert second.stdin
+    assert second.stdout.readline() == "\n"
+    first.communicate(timeout=DEADLINE_S)
+    assert living_processes(open_session(Path(session))) == [second.pid]
+    second.stdin.write("\n")
+    second.stdin.flush()
+    assert answer(second) == [name, session]
+    assert trainers.end() == [""]
+    assert workers(runs / name) == [("target", 0), ("target", 1)]
 
 
 def test_two_trainers_that_are_no_ranks_never_share_a_run(runs: Path, trainers: Trainers) -> None:

@@ -219,6 +219,17 @@ def test_points_of_a_wrong_age_are_left_out_and_said(receiver: OtlpReceiver, noi
 
 
 @pytest.mark.usefixtures("protocol")
+def test_of_a_recording_that_is_too_old_no_newer_point_is_promised(receiver: OtlpReceiver, noise: NoiseFilter, tmp_path: Path) -> None:
+    sink = metric_sink(recording(tmp_path, [1, 11]), noise, lambda: 40 * DAY)
+    deliver(sink)
+    assert receiver.points("dflash.worker.batches") == []
+    assert sink.losses == [
+        "points of each metric that are over 29 days old and were not sent: 2. To send them too, widen the receiver's out-of-order window "
+        "and OTEL_DFLASH_METRIC_AGE_S, and replay"
+    ]
+
+
+@pytest.mark.usefixtures("protocol")
 def test_points_that_grow_too_old_while_they_wait_are_left_out(receiver: OtlpReceiver, noise: NoiseFilter, tmp_path: Path) -> None:
     now_s = [100.0]
     sink = metric_sink(recording(tmp_path, [1, 29 * DAY]), noise, lambda: now_s[0])

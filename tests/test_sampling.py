@@ -28,7 +28,6 @@ TENTH = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.1"
 OFF = {"OTEL_TRACES_SAMPLER": "always_off"}
 RESIDENCE_MS = 600_000  # longer than any collector waits for a decision
 STEPS = 1500
-WINDOW_FILLS = 120  # steps before the first planted one
 
 
 class Spans(SpanExporter):

@@ -236,7 +236,18 @@ def test_a_cursor_inside_a_large_frame_skips_what_was_sent(directory: Path, writ
 
 @pytest.mark.parametrize(
     "cursor",
-    ["", "[]", "{}", '{"position": "7"}', '{"position": 3, "held": "AAAA"}', '{"position": 3, "held": 5}', '{"position": 3, "held": "é"}'],
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"position": "7"}',
+        '{"position": -1}',
+        '{"position": 0, "delivered": "3"}',
+        '{"position": 3, "held": "AAAA"}',
+        '{"position": 3, "held": 5}',
+        '{"position": 3, "held": "é"}',
+    ],
 )
 def test_a_cursor_that_cannot_be_used_starts_over_with_the_same_ids(
     cursor: str, directory: Path, writer: RecordingWriter, start: Callable[[Sink], Sink]

@@ -149,6 +149,10 @@ def test_telemetry_that_is_off_is_used_as_any_other() -> None:
             "OTEL_DFLASH_RING_BYTES must be a power of two, got 150000; try 262144",
         ),
         (
+            {"OTEL_DFLASH_EXIT_MS": "0" * 5000},  # Python's int() takes 4300 digits
+            f"OTEL_DFLASH_EXIT_MS must be an integer from 0 to 3600000, got '{'0' * 100}'; unset it for 1200",
+        ),
+        (
             {"OTEL_DFLASH_DRAIN_MS": "0"},
             "OTEL_DFLASH_DRAIN_MS must be an integer from 1 to 10000, got '0'; unset it for 100",
         ),

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from otel_dflash.agent import identity, traces
+from otel_dflash.agent import identity, steps, traces
 from otel_dflash.agent.replay import SpanReplay
 from tests.otlp_receiver import Span
 from tests.recorder import INFO, Item, Log, Recorder, on_the_wire
@@ -159,6 +159,33 @@ def test_what_is_remembered_is_bounded_and_the_newest(monkeypatch: pytest.Monkey
     assert [full.locate(root, root + 1000) for root in (89, 90, 99)] == [89, 1090, 1099]
     assert [full.take(root, 500) for root in (99, 90, 89)] == [0, 0, 199]
     assert {len(traces.decoded_words(full.state()[name])) for name in ("roots", "steps")} == {10}
+
+
+def test_the_parts_of_a_long_step_go_where_its_own_span_goes_though_one_frame_holds_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "HELD_MAX", 50)
+    log = Log()
+    target, drafter = Recorder(log, 1, "target"), Recorder(log, 2, "drafter")
+    for number in range(199):
+        target.phase("forward", 1 + number, 1.5 + number, step=1)
+    target.step(1, 0, 300)
+    target.drain()
+    drafter.consumed(1, 301, (target.ring + 1, target.ring + 1, 250.0), fixed_root=True)
+    for number in range(130):
+        drafter.phase("forward", 302 + number, 302.5 + number, step=1)
+    drafter.step(1, 300, 500, root=target.ring + 1)
+    drafter.drain()
+    spans = on_the_wire(log.replay())
+    assert sizes(spans) == [200, 131]
+    assert {span.trace_id for span in spans if span.name.startswith("drafter")} == {trace_of(drafter.ring + 1)}
+
+
+def test_a_full_trace_that_is_still_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "TRACES_MAX", 10)
+    kept = traces.Traces()
+    kept.take(1 << 28, 199)
+    for step in range(2 << 28, (2 << 28) + 30):
+        assert kept.join(1 << 28, step, 2) == step, "there is no room"
+        kept.take(step, 1)
 
 
 @pytest.mark.parametrize(("spans", "is_joined"), [(194, True), (195, False), (200, False), (201, True)])

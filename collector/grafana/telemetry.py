@@ -117,15 +117,15 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Fill of the queue",
                 SHARE,
-                "Items that wait to be sent, of those that fit. They are on disk and survive a restart. Growing: the backend "
+                "Bytes that wait to be sent, of those that fit. They are on disk and survive a restart. Growing: the backend "
                 "is down, slow or "
                 "refuses. Full: the collector refuses, and agents wait.",
                 (Query("otelcol_exporter_queue_size / otelcol_exporter_queue_capacity", "{{exporter}} {{instance}}"),),
                 limits=(0.1, 0.5),
             ),
             Panel(
-                "Items that wait",
-                COUNT,
+                "Bytes that wait",
+                BYTES,
                 "The same as a number. Not falling while nothing is sent: look at the collector's log for the reason.",
                 (Query("otelcol_exporter_queue_size", "{{exporter}} {{instance}}"),),
             ),
@@ -157,7 +157,7 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Memory of a collector",
                 BYTES,
-                "Resident. It refuses data above OTELCOL_MEMORY_MIB of heap.",
+                "Resident. It refuses data when its heap is above 80 % of OTELCOL_MEMORY_MIB.",
                 (Query("otelcol_process_memory_rss_bytes", "{{instance}}"),),
             ),
             Panel(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import ssl
+import stat
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,7 +150,9 @@ def _read_pem(variable: str, name: str) -> None:
 
 def _read(variable: str, name: str) -> bytes:
     try:
-        return Path(name).read_bytes()
+        if not stat.S_ISFIFO(mode := Path(name).stat().st_mode) and not stat.S_ISCHR(mode):
+            return Path(name).read_bytes()
+        raise ConfigError(f"{variable} must name a file that can be read again and again, got {name!r}; write it to a regular file")
     except OSError as error:
         reason = error.strerror or os.strerror(error.errno or 0)
         raise ConfigError(f"{variable} names a file that cannot be read, got {name!r} ({reason}); check path and mode") from None

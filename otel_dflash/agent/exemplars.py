@@ -33,7 +33,7 @@ class Found(NamedTuple):
     is_step: bool
 
     def span_of(self, ring: int) -> tuple[int, int]:
-        """Return (trace id, span id), the same that the replay gives the span."""
+        """Return (trace id, span id), the same that the replay gives the span; of one that its full trace has no room for, that trace."""
         if self.is_step:
             return identity.trace_id(self.root), identity.step_span_id(self.step)
         key = identity.ring_key(ring)

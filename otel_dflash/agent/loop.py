@@ -19,6 +19,7 @@ from otel_dflash.agent.recording import RecordingWriter, RunInfo, create_recordi
 from otel_dflash.config import AgentConfig, ConfigError
 from otel_dflash.session import (
     AGENT_EXIT_INCOMPLETE,
+    DELIVERY_FILE,
     LOCK_FILE,
     SESSION_FILE,
     Session,
@@ -30,7 +31,6 @@ from otel_dflash.session import (
 from otel_dflash.version import __version__
 
 AGENT_INTERVAL_S: Final = 1.0
-DELIVERY_FILE: Final = "delivery.json"
 
 
 def main(session_directory: Path) -> int:

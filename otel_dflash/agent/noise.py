@@ -71,6 +71,7 @@ _HINTS: Final = (
     ("400: Bad Request", "what was sent is not taken; if the collector speaks TLS, begin the URL with https://"),
 )
 _LAST_ERROR: Final = re.compile(r".*last error: (?:\w+: )?(.*)")
+_OTHER_LOOPBACK: Final = re.compile(r"ipv6:(?:%5B|\[)::1(?:%5D|\]):.*refused", re.IGNORECASE)
 # What TLS libraries put around the cause: codes, their own source lines.
 _DEBRIS: Final = re.compile(
     r"SSL_ERROR_SSL: error:\w+:SSL routines:OPENSSL_internal:| ?\((?:TSI_\w+|_ssl\.c:\d+)\)|"
@@ -123,7 +124,10 @@ class NoiseFilter(logging.Handler):
         reason = reason_of(text)
         thread = record.threadName or ""
         if reason:
-            self.reasons[thread] = reason
+            if not _OTHER_LOOPBACK.search(reason):
+                self.reasons[thread] = reason
+            else:  # the name has two addresses, and what listens has one of them: its answer tells more
+                self.reasons.setdefault(thread, reason)
             if text.startswith(_RETRIED):
                 self._explained.add(thread)
         elif _NO_ANSWER in text and thread in self._explained:
@@ -167,6 +171,11 @@ def reason_of(text: str) -> str | None:
     return _short(text)
 
 
+def remedy_in(reason: str) -> str:
+    """Return the remedy at the end of what `reason_of` returned, '' where none is known."""
+    return next((remedy for _, remedy in _HINTS if reason.endswith(f"({remedy})")), "")
+
+
 def _short(text: str) -> str:
     hint = next((f" ({remedy})" for sign, remedy in _HINTS if sign in text), "")
     for pattern in (_CAUSE, _LAST_ERROR):
@@ -177,7 +186,7 @@ def _short(text: str) -> str:
 
 
 def _kind(reason: str) -> str:
-    return next((remedy for _, remedy in _HINTS if reason.endswith(f"({remedy})")), _NUMBER.sub("#", reason))
+    return remedy_in(reason) or _NUMBER.sub("#", reason)
 
 
 def _message(text: str, reason: str | None) -> str:

@@ -34,6 +34,8 @@ class Places:
     def __init__(self, is_open: Callable[[int], bool]) -> None:
         """Start with empty traces; `is_open` tells whether more is to come of a step."""
         self.traces = Traces()
+        self.to_come: set[int] = set()
+        """Steps that have ended and are yet to be placed."""
         self._is_open = is_open
 
     def of(self, step: CompletedStep, key: int) -> Place:
@@ -68,7 +70,7 @@ class Places:
 
     def _locate(self, root: int, step: int) -> int:
         """Return the root of the trace in which the span of a step lies, or will lie."""
-        if step != root and self._is_open(step):
+        if step != root and (step in self.to_come or self._is_open(step)):
             return self.traces.join(root, step, 1)
         return self.traces.locate(root, step)
 

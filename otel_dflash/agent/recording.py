@@ -2,11 +2,12 @@
 
 A recording is a directory::
 
-    run.json                      RunInfo
+    node, run.json                the name of the node that makes it (session.py); RunInfo
     segment-<first frame>.rec     frames; the first says the next sequence of each ring, then all names are repeated,
                                   so a segment can be read alone and the oldest can be removed; it gets its name
                                   when these are written
     cursor-<sink>.json            how far a sink has come (sinks.py)
+    cursor-spans-<exporter>.state what spans to come hang on besides (span_sink.py)
     delivery.json, agent.log      what the agent says at its end, and on the way
 
 Segments are never changed but by appending, and cut only at a torn end, so reading needs no lock, live or later. Where the disk has no

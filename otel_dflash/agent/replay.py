@@ -133,11 +133,15 @@ class SpanReplay:
     def add(self, frame: Frame) -> list[ReplayedSpan]:
         """Return the spans that `frame` completes, each step before its phases."""
         spans: list[ReplayedSpan] = []
-        for step in self._assembler.add(frame):
+        completed = self._assembler.add(frame)
+        self._places.to_come = {step.step for step in completed}
+        for step in completed:
             if self.sampler is None:
                 self._add_step(spans, step)
                 continue
-            for sent in self.sampler.admit(step, self._ring(step.ring).role):
+            admitted = self.sampler.admit(step, self._ring(step.ring).role)
+            self._places.to_come.update(sent.step for sent in admitted)
+            for sent in admitted:
                 self._add_step(spans, sent)
         return spans
 
@@ -165,7 +169,7 @@ class SpanReplay:
             self._places.traces.restore(state["traces"])
             if self.sampler is not None and state["sampler"] is not None:
                 self.sampler.restore(state["sampler"])
-        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
             raise ValueError(f"the state cannot be read: {error}") from None
 
     def _add_step(self, spans: list[ReplayedSpan], step: CompletedStep) -> None:

@@ -12,17 +12,19 @@ import struct
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
 from otel_dflash.agent import identity
+from otel_dflash.agent.frames import Frame, FrameKind
 from otel_dflash.agent.lookback import Lookback
 from otel_dflash.agent.steps import CompletedStep, StepAssembler
 from otel_dflash.agent.traces import decoded_bytes, decoded_words, encoded_bytes, encoded_words
 from otel_dflash.config import KEEP_VARIABLE, ConfigError
-from otel_dflash.records import ERROR_MASK, SERIAL_MASK
+from otel_dflash.records import ERROR_MASK, KIND_MASK, KIND_SHIFT, RECORD_BYTES, RECORD_WORDS, SERIAL_MASK, Kind
 
 SAMPLER_VARIABLE: Final = "OTEL_TRACES_SAMPLER"
 ARGUMENT_VARIABLE: Final = "OTEL_TRACES_SAMPLER_ARG"
@@ -136,9 +138,12 @@ class Sampler:
         if reason:
             self.kept_steps[reason] += 1
             producers = [record[4] for record in step.consumed if record[5]]
-            before = [found for kept in dict.fromkeys([root, *producers]) for found in self._bring_back(kept, step.step)]
+            before = [found for kept in dict.fromkeys([root, *producers]) for found in self._bring_back(kept, step)]
             return [*before, step]
-        if self._sampling.sends(identity.trace_id(root)) or root in self._kept:
+        if self._sampling.sends(identity.trace_id(root)):
+            return [step]
+        if root in self._kept:
+            self._kept.move_to_end(root)
             return [step]
         self._leave_out(root, step)
         return []
@@ -183,8 +188,8 @@ class Sampler:
         """Return whether a root step was seen here and has ended. One of a ring that is not of this recording is another agent's."""
         return self._lookback.knows(root & ~SERIAL_MASK) and not self._is_open(root)
 
-    def _bring_back(self, root: int, now: int) -> list[CompletedStep]:
-        """Keep the trace of `root`; return what was left out of it before step `now`."""
+    def _bring_back(self, root: int, now: CompletedStep) -> list[CompletedStep]:
+        """Keep the trace of `root`; return what was left out of it before `now`."""
         if self._sampling.sends(identity.trace_id(root)):
             return []
         if root in self._kept:
@@ -194,12 +199,13 @@ class Sampler:
         self._left_out_bytes -= len(data)
         entries = list(_ENTRY.iter_unpack(data))
         found: list[CompletedStep] = []
-        is_whole = root == now or any(step == root for step, _, _ in entries) or self._is_open(root)
+        is_whole = root == now.step or any(step == root for step, _, _ in entries) or self._is_open(root)
         is_ours = is_whole or self._lookback.knows(root & ~SERIAL_MASK)
+        is_whole = is_whole and len(entries) < _STEPS_PER_TRACE_MAX  # else some were not remembered
         for step, first, length in entries:
             again = self._again(step, first, first + length)
             is_whole = is_whole and bool(again)
-            found += again
+            found += [part for part in again if step != now.step or _ends_before(part, now)]  # its parts may lie in one frame
         self.lost_traces += is_ours and not is_whole  # of one that is not ours another agent knows
         self.left_out_spans -= sum(map(_spans, found))
         self._kept[root] = is_whole
@@ -211,7 +217,7 @@ class Sampler:
         """Return a step, or its parts so far, from the frames of its ring; nothing when they are gone."""
         assembler = StepAssembler()
         frames = self._lookback.frames(step & ~SERIAL_MASK, first, last) or ()
-        return [found for frame in frames for found in assembler.add(frame) if found.step == step]
+        return [found for frame in frames for found in assembler.add(_narrowed(frame, step)) if found.step == step]
 
     def state(self) -> dict[str, Any]:
         """Return all that is remembered, ready for JSON."""
@@ -260,6 +266,24 @@ def _read_left_out(data: bytes) -> Iterator[tuple[int, bytes]]:
         offset += _HEAD.size
         yield root, data[offset : offset + size]
         offset += size
+
+
+def _narrowed(frame: Frame, step: int) -> Frame:
+    """Return a frame without the records before the first of `step` and after its end: a large one holds thousands of steps."""
+    if frame.kind != FrameKind.RECORDS:
+        return frame
+    rows = np.frombuffer(frame.payload, "<u8").reshape(-1, RECORD_WORDS)
+    mine = np.flatnonzero(rows[:, 3] == step)
+    if not len(mine):
+        return frame
+    start, last = int(mine[0]), int(mine[-1])
+    end = last + 1 if int(rows[last, 0]) >> KIND_SHIFT & KIND_MASK == Kind.STEP else len(rows)  # without one, a later step's ends it
+    return replace(frame, first=frame.first + start, count=end - start, payload=frame.payload[start * RECORD_BYTES : end * RECORD_BYTES])
+
+
+def _ends_before(part: CompletedStep, now: CompletedStep) -> bool:
+    """Return whether a part of a step went out ahead of another, or of the step itself."""
+    return not part.whole and ((now.whole and not now.phases) or part.phases[-1].sequence < now.phases[0].sequence)
 
 
 def _spans(step: CompletedStep) -> int:

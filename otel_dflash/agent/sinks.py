@@ -35,6 +35,8 @@ BACKOFF_S: Final = (0.2, 5.0)
 EXEMPLARS_TO_CHOOSE_FROM: Final = 8  # longest of a series, when not every trace is sent
 AHEAD_NS_MAX: Final = 300_000_000_000  # Prometheus refuses what lies more than 10 min ahead of its clock
 
+_NUMBER_MAX: Final = 1 << 63  # of a frame or a ns in a cursor that is believed
+
 _Item = TypeVar("_Item")
 # How a reason begins (noise.py) when it is what was sent that cannot be taken. 401, 403 and 404 are about us.
 _REFUSED: Final = re.compile(r"(400|413|422|INVALID_ARGUMENT|Failed to encode)\b|RESOURCE_EXHAUSTED: .* larger than max")
@@ -123,12 +125,14 @@ class Sink(threading.Thread):
         if self._cursor_path:
             self.write(self._cursor_path, json.dumps(cursor).encode())
 
-    def write(self, path: Path, data: bytes) -> None:
-        """Write what an agent started again goes on from; a full disk costs only what is sent again then."""
+    def write(self, path: Path, data: bytes) -> bool:
+        """Write what an agent started again goes on from; return whether it was. A full disk costs only what is sent again then."""
         try:
             write_atomically(path, data)
         except OSError as error:
             self._say("cursor", f"{path.name} cannot be saved ({error.strerror}): an agent started again sends more twice")
+            return False
+        return True
 
     def start_over(self, error: Exception) -> None:
         """Take up the recording from its start: the cursor is of another version, or somebody changed it."""
@@ -253,9 +257,10 @@ class MetricSink(Sink):
         """Return what was left out: Sink."""
         found = super().losses
         if self.too_old:
+            newer = "; a newer one holds their totals" if self.delivered else ""  # else the whole recording is too old
             found.append(
-                f"points of each metric that are over {self._age_ns_max / 86_400e9:g} days old and were not sent: {self.too_old}; a newer "
-                f"one holds their totals. To send them too, widen the receiver's out-of-order window and {METRIC_AGE_VARIABLE}, and replay"
+                f"points of each metric that are over {self._age_ns_max / 86_400e9:g} days old and were not sent: {self.too_old}{newer}. "
+                f"To send them too, widen the receiver's out-of-order window and {METRIC_AGE_VARIABLE}, and replay"
             )
         if self.ahead:
             found.append(
@@ -331,6 +336,7 @@ def read_cursor(path: Path) -> dict[str, Any]:
     """Return a saved cursor, {} when there is none that can be read: the sink then starts from the beginning."""
     try:
         cursor = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        numbers = [cursor["position"], *(cursor.get(name, 0) for name in ("delivered", "boundary", "newest_ns"))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
-    return cursor if isinstance(cursor, dict) and isinstance(cursor.get("position"), int) else {}
+    return cursor if all(type(number) is int and 0 <= number <= _NUMBER_MAX for number in numbers) else {}

@@ -148,19 +148,15 @@ class SpanSink(Sink):
 
     def _catch_up(self) -> list[ReplayedSpan]:
         """Read from the state to the cursor; return spans of a frame beyond, which comes early where frames are missing."""
-        while self.reader.position < self.position:
-            for frame in self.reader.read(1):
-                spans = self._add(frame)
-                if frame.number >= self.position:
-                    return spans
-                break
-            else:
-                return []
+        while self.reader.position < self.position and (frames := self.reader.read(1)):
+            spans = self._add(frames[0])
+            if frames[0].number >= self.position:
+                return spans
         return []
 
     def _save_state(self) -> None:
         """Write the state when the recording has grown enough since the last one."""
         if self._state_path and self._grown_bytes >= STATE_SHARE * self._state_bytes:
             data = _POSITION.pack(self.position) + self._replay.state()
-            self.write(self._state_path, data)
-            self._state_bytes, self._grown_bytes = len(data), 0
+            if self.write(self._state_path, data):
+                self._state_bytes, self._grown_bytes = len(data), 0

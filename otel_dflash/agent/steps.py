@@ -121,6 +121,8 @@ class StepAssembler:
         elif frame.kind == FrameKind.CLOSED:
             completed = self._close(frame)
         else:
+            if frame.kind == FrameKind.NAMES:  # all of its steps are to come
+                self._rings.setdefault(frame.ring, _Ring())
             return []
         for step in completed:
             step.last_frame = frame.number

@@ -41,8 +41,7 @@ class Traces:
             sent = self._spans.get(root, 1)
             fits = sent + spans <= SPANS_PER_TRACE or (spans > SPANS_PER_TRACE and sent < SPANS_PER_TRACE)
             _put(self._joined, step, fits)
-            if fits:
-                _put(self._spans, root, sent + 1)
+            _put(self._spans, root, sent + fits)  # a full one that is still asked for is not forgotten
         return self.locate(root, step)
 
     def take(self, root: int, phases: int) -> int:

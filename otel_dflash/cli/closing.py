@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from otel_dflash import config
 from otel_dflash.agent.recording import RecordingError, RecordingReader
-from otel_dflash.cli.supervise import ENDPOINT_VARIABLE, SIGNAL_ENDPOINT_VARIABLES, Outcome, shown
+from otel_dflash.cli.environment import ENDPOINT_VARIABLE, endpoint_of
+from otel_dflash.cli.supervise import Outcome, shown
 
 EXAMPLE_ENDPOINT = "http://localhost:4317"
 SNIPPET = """\
@@ -91,6 +91,7 @@ def _say_nothing_recorded(outcome: Outcome) -> None:
 def _delivery(recording: Path, environment: Mapping[str, str], quiet: bool) -> Iterator[str]:
     """Yield what was not sent, why, and how to send it."""
     from otel_dflash.agent import exporters, noise
+    from otel_dflash.views.summary import delivery
 
     if not exporters.exporter_names("traces", environment) and not exporters.exporter_names("metrics", environment):
         if not quiet and not any(environment.get(name) for name in ("OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER")):
@@ -98,16 +99,14 @@ def _delivery(recording: Path, environment: Mapping[str, str], quiet: bool) -> I
             yield f"send the next as it runs: {ENDPOINT_VARIABLE}={EXAMPLE_ENDPOINT}"
         return
     reasons: dict[str, list[str]] = {}
-    for name, sink in _read_delivery(recording).items():
-        if isinstance(sink, dict):
-            if sink.get("sampled") and not quiet:
-                yield _thinned(sink["sampled"])
-            if not sink.get("delivered", True):
-                reasons.setdefault(sink.get("reason") or "no reason given", []).append(name)
+    for name, state in delivery(recording).items():
+        if state.get("sampled") and not quiet:
+            yield _thinned(state["sampled"])
+        if not state.get("delivered", True):
+            reasons.setdefault(state["reason"] or "no reason given", []).append(name)
     if reasons:
         missing = "; ".join(f"{' and '.join(names)} ({reason})" for reason, names in reasons.items())
-        endpoint = next((environment[name] for name in (ENDPOINT_VARIABLE, *SIGNAL_ENDPOINT_VARIABLES) if environment.get(name)), "URL")
-        again = f"{command('replay', recording)} --endpoint {noise.redact(endpoint)}"
+        again = f"{command('replay', recording)} --endpoint {noise.redact(endpoint_of(environment) or 'URL')}"
         yield f"not delivered in full: {missing}. All is recorded; send it later: {again}"
 
 
@@ -120,12 +119,3 @@ def _thinned(sampled: Mapping[str, Any]) -> str:
     if sampled["lost_traces"]:
         said += f", but for {sampled['lost_traces']:,} of these traces that were left out too long before"
     return said
-
-
-def _read_delivery(recording: Path) -> dict[str, Any]:
-    """Return delivery.json, {} when the agent left none."""
-    try:
-        content = json.loads((recording / "delivery.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

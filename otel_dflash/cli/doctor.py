@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -47,23 +46,21 @@ def doctor_command(
     """
     from otel_dflash.doctor.gpu import NVML_S, Nvml
 
-    if not local:
-        prepare(endpoint, protocol)
-    nvml = Nvml()
-    wrong = _print("this machine", _local_lines())
-    wrong += _print("", [nvml.line(NVML_S)])
-    is_stuck = False
+    path = None
     if not local:
         from otel_dflash.doctor import stack
         from otel_dflash.doctor.path import Path
 
+        prepare(endpoint, protocol)
         found = stack.addresses(os.environ)
-        deadline = time.monotonic() + timeout_s
-        path = Path(os.environ, jaeger or found.get("Jaeger"), prometheus or found.get("Prometheus"), deadline)
+        path = Path(os.environ, jaeger or found.get("Jaeger"), prometheus or found.get("Prometheus"), timeout_s)
+    nvml = Nvml()
+    wrong = _print("this machine", _local_lines())
+    wrong += _print("", [nvml.line(NVML_S)])
+    if path:
         wrong += _print("the path", path.check())
-        is_stuck = path.is_stuck
     click.echo(click.style(f"\n{wrong} WRONG: see above", fg="red") if wrong else click.style("\nall right", fg="green"))
-    if is_stuck:  # in a call of an exporter that would hold the exit up
+    if path and path.is_stuck:  # in a call of an exporter that would hold the exit up
         sys.stdout.flush()
         os._exit(1 if wrong else 0)
     return 1 if wrong else 0
@@ -76,12 +73,9 @@ def prepare(endpoint: str | None, protocol: str | None) -> None:
         ConfigError: A setting cannot work.
     """
     from otel_dflash.agent.exporters import prepare_environment
-    from otel_dflash.cli import supervise
+    from otel_dflash.cli import environment
 
-    environment = supervise.with_endpoint(os.environ, endpoint, protocol)
-    supervise.validate(environment)
-    os.environ.clear()
-    os.environ.update(environment)
+    environment.take_up(endpoint, protocol)
     prepare_environment()
 
 

@@ -20,7 +20,15 @@ import click
 
 from otel_dflash import config
 from otel_dflash.cli.doctor import doctor_command
-from otel_dflash.cli.options import CommandsInOrder, directory_option, endpoint_option, keep_option, protocol_option
+from otel_dflash.cli.options import (
+    EXIT_FAILED,
+    EXIT_OK,
+    CommandsInOrder,
+    directory_option,
+    endpoint_option,
+    keep_option,
+    protocol_option,
+)
 from otel_dflash.cli.stack import stack_group
 from otel_dflash.config import ConfigError
 from otel_dflash.version import __version__
@@ -28,8 +36,6 @@ from otel_dflash.version import __version__
 if TYPE_CHECKING:
     from otel_dflash.cli.supervise import Outcome, RunOptions
 
-EXIT_OK = 0
-EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -211,15 +217,12 @@ def replay_command(run: str, endpoint: str | None, protocol: str | None, directo
       otel-dflash replay latest --endpoint http://localhost:4317
       otel-dflash replay night-7 --endpoint https://collector:4318 --protocol http/protobuf
     """
-    from otel_dflash.cli import supervise
+    from otel_dflash.cli import environment
 
     recording = find_recording(run, directory)
-    environment = supervise.with_endpoint(os.environ, endpoint, protocol)
-    if not any(environment.get(name) for name in (supervise.ENDPOINT_VARIABLE, *supervise.SIGNAL_ENDPOINT_VARIABLES)):
-        raise ConfigError(f"no endpoint; give --endpoint http://localhost:4317, or set {supervise.ENDPOINT_VARIABLE}")
-    supervise.validate(environment)
-    os.environ.clear()
-    os.environ.update(environment)
+    environment.take_up(endpoint, protocol)
+    if not environment.endpoint_of(os.environ):
+        raise ConfigError(f"no endpoint; give --endpoint http://localhost:4317, or set {environment.ENDPOINT_VARIABLE}")
 
     from otel_dflash.agent.replay_run import replay
 
@@ -282,12 +285,12 @@ def agent_command(session_directory: Path) -> int:
 
 
 def find_recording(run: str, directory: Path | None) -> Path:
-    """Return the recording that `run` names: a path, `latest`, a run id, or the only one that begins so.
+    """Return the recording that `run` names: a path, `latest`, a run id, `<run>@<node>`, or the only one that begins so.
 
     Raises:
         ConfigError: None does, or several do.
     """
-    from otel_dflash.agent.recording import RUN_FILE, list_recordings
+    from otel_dflash.agent.recording import RUN_FILE, list_recordings, read_info
 
     base = directory.absolute() if directory else config.recordings_directory()
     if os.sep in run or (Path(run) / RUN_FILE).is_file():
@@ -298,6 +301,9 @@ def find_recording(run: str, directory: Path | None) -> Path:
     newest = max(found.values(), key=lambda path: (path / RUN_FILE).stat().st_mtime_ns)
     if run == "latest":
         return newest
+    first, _, node = run.partition("@")  # the first node of a run records under its bare id
+    if node and first in found and read_info(found[first]).host == node:
+        return found[first]
     matches = [run] if run in found else [name for name in found if name.startswith(run)]
     if len(matches) == 1:
         return found[matches[0]]

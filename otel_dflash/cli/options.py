@@ -1,4 +1,4 @@
-"""What several commands share: options, and the order they are listed in."""
+"""What several commands share: options, exit codes, and the order they are listed in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 import click
 
 from otel_dflash.config import KEEP_VARIABLE
+
+EXIT_OK = 0
+EXIT_FAILED = 1
 
 
 class CommandsInOrder(click.Group):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import click
 
-from otel_dflash.cli.options import CommandsInOrder
+from otel_dflash.cli.options import EXIT_FAILED, EXIT_OK, CommandsInOrder
 
-EXIT_OK = 0
-EXIT_FAILED = 1
+if TYPE_CHECKING:
+    from otel_dflash.stack.control import Way
 
 
 @click.group("stack", cls=CommandsInOrder, short_help="Start a collector, Jaeger and Prometheus on this host.")
@@ -58,14 +59,14 @@ def build_command(engines: tuple[str, ...]) -> int:
 @stack_group.command("up", short_help="Start it, and wait until it is healthy.")
 @click.option("--docker", "way", flag_value="docker", help="In containers, whether or not the images are here yet.")
 @click.option("--native", "way", flag_value="native", help="As processes of the built engines.")
-def up_command(way: str | None) -> int:
+def up_command(way: Way | None) -> int:
     """Start what does not run yet, wait until all is healthy, and print the addresses.
 
     In containers where Docker answers and the images are here, else as processes of the built engines.
     """
     from otel_dflash.stack import control
 
-    addresses = control.up(click.echo, "docker" if way == "docker" else "native" if way == "native" else None)
+    addresses = control.up(click.echo, way)
     click.echo()
     for line in addresses.lines():
         click.echo(line)

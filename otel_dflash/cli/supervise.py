@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import resource
 import shutil
 import signal
@@ -24,19 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from otel_dflash import config, session
+from otel_dflash.cli import environment
 from otel_dflash.config import ConfigError
 from otel_dflash.session import Session
 from otel_dflash.trainer.launch import AGENT_LOG, agent_command
 
 if TYPE_CHECKING:
     from otel_dflash.stack.control import Addresses
-
-ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
-PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
-SIGNAL_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
-SIGNAL_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")
-HEADER_VARIABLE: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?HEADERS")
-EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE, config.KEEP_VARIABLE)
 
 FORWARDED: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
 STOPS_THE_WAIT: Final = FORWARDED - {signal.SIGUSR1, signal.SIGUSR2}
@@ -100,13 +93,19 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
         _say("telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set")
         _replace_process(path, options.command, os.environ)
     stack = _bring_up() if options.stack else None
-    agent_environment = with_stack(stack, options) if stack else with_endpoint(os.environ, options.endpoint, options.protocol)
-    validate(agent_environment)
+    if stack:
+        agent_environment = environment.with_stack(os.environ, stack, options.protocol)
+    else:
+        agent_environment = environment.with_endpoint(os.environ, options.endpoint, options.protocol)
+    environment.validate(agent_environment)
     config.ring_bytes()
     exit_wait_s = config.AgentConfig.from_environment().exit_timeout_s + AGENT_GRACE_S
     joined, is_new = session.create_or_join(options.run_id, options.directory)
+    command_environment = environment.of_command(os.environ, joined, options.pass_otel_headers)
     if not is_new:
-        _replace_process(path, options.command, environment_of_child(os.environ, joined, options))
+        with suppress(OSError):  # now: that rank may end before the command begins; which says so itself when it has
+            session.register_process(joined)
+        _replace_process(path, options.command, command_environment)
     membership = session.register_process(joined)
     agent = Agent(joined, agent_environment)
     if not options.quiet:
@@ -115,7 +114,7 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     mask = block_signals()
     agent.start(mask)
     try:
-        child = spawn(path, options.command, environment_of_child(os.environ, joined, options), mask)
+        child = spawn(path, options.command, command_environment, mask)
     except CommandError:
         membership.unlink(missing_ok=True)
         agent.wait(exit_wait_s)
@@ -154,57 +153,6 @@ def find_command(command: tuple[str, ...]) -> str:
         raise CommandError(f"cannot run {found}: it is a directory", EXIT_NOT_EXECUTABLE)
     remedy = f"otel-dflash run -- python {found}" if name.endswith(".py") else f"chmod +x {found}"
     raise CommandError(f"cannot run {found}: it is not executable; try: {remedy}", EXIT_NOT_EXECUTABLE)
-
-
-def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol: str | None) -> dict[str, str]:
-    """Return the agent's environment: the user's, with the flags over it, also over the variables of one signal.
-
-    Raises:
-        ConfigError: The endpoint has no scheme.
-    """
-    if endpoint is not None and "://" not in endpoint:  # the SDK would take it for TLS
-        raise ConfigError(f"the endpoint has no scheme, got {endpoint!r}; try http://{endpoint} (or https://)")
-    changed = dict(environment)
-    for value, variable, narrower in (
-        (endpoint, ENDPOINT_VARIABLE, SIGNAL_ENDPOINT_VARIABLES),
-        (protocol, PROTOCOL_VARIABLE, SIGNAL_PROTOCOL_VARIABLES),
-    ):
-        if value is not None:
-            changed[variable] = value
-            for name in narrower:
-                changed.pop(name, None)
-    return changed
-
-
-def with_stack(stack: Addresses, options: RunOptions) -> dict[str, str]:
-    """Return the agent's environment: it sends to the stack of this host, whatever else is set, and by no proxy."""
-    protocol = options.protocol or os.environ.get(PROTOCOL_VARIABLE) or "grpc"
-    changed = with_endpoint(os.environ, stack.endpoint(protocol), protocol)
-    around = ",".join(filter(None, (changed.get("no_proxy") or changed.get("NO_PROXY"), "127.0.0.1")))
-    return {**changed, "no_proxy": around, "NO_PROXY": around}
-
-
-def environment_of_child(environment: Mapping[str, str], joined: Session, options: RunOptions) -> dict[str, str]:
-    """Return the command's environment. Every child of it inherits the session, none the collector's credentials."""
-    changed = {**environment, config.SESSION_VARIABLE: str(joined.path)}
-    if not options.pass_otel_headers:
-        for name in filter(HEADER_VARIABLE.fullmatch, environment):
-            del changed[name]
-    return changed
-
-
-def validate(environment: Mapping[str, str]) -> None:
-    """Check the exporter settings now: the agent would find out when training goes on already.
-
-    Raises:
-        ConfigError: An endpoint, a protocol, an exporter's name, a header file cannot work.
-    """
-    if not any(name.startswith(EXPORTER_PREFIXES) for name in environment):
-        return  # and load no SDK for it
-    from otel_dflash.agent import exporters, sampling
-
-    exporters.validate_environment(environment)
-    sampling.Sampling.from_environment(environment)
 
 
 def shown(path: Path) -> str:

@@ -6,13 +6,16 @@ import http.client
 import json
 import ssl
 import time
-from typing import Any, Final
+from contextlib import closing
+from typing import Any, ClassVar, Final
 from urllib.parse import quote, urlsplit
 
 from otel_dflash import semconv
 from otel_dflash.agent.noise import redact
+from otel_dflash.config import ConfigError
 from otel_dflash.doctor.clock import Clock
 from otel_dflash.doctor.lines import HopError
+from otel_dflash.doctor.sockets import within
 
 REQUEST_S: Final = 3.0
 METRIC: Final = f"{semconv.DOCTOR_CANARY[0].replace('.', '_')}_seconds"
@@ -20,15 +23,39 @@ METRIC: Final = f"{semconv.DOCTOR_CANARY[0].replace('.', '_')}_seconds"
 _BODY_BYTES_MAX: Final = 1 << 22
 
 
+def fetch(connection: http.client.HTTPConnection, path: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """Return the answer to a GET, and its body or the first 4 MiB of it; the connection is closed then.
+
+    Raises:
+        OSError, UnicodeError, http.client.HTTPException: None comes.
+    """
+    with closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response, response.read(_BODY_BYTES_MAX)
+
+
 class Backend:
     """One HTTP API."""
 
+    usual_port: ClassVar[int]
+
     def __init__(self, name: str, url: str, clock: Clock) -> None:
-        """`url` is its base, such as http://localhost:16686."""
+        """`url` is its base, such as http://localhost:16686.
+
+        Raises:
+            ConfigError: `url` is none.
+        """
         self.name = name
         self.url = redact(url.rstrip("/"))
-        self._parts = urlsplit(url if "://" in url else f"http://{url}")
         self._clock = clock
+        try:
+            self._parts = urlsplit(url if "://" in url else f"http://{url}")
+            is_url = self._parts.scheme in ("http", "https") and self._parts.hostname and self._parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url:
+            raise ConfigError(f"--{name.lower()} must be the URL of an HTTP API, got {self.url!r}; try http://localhost:{self.usual_port}")
 
     def get(self, path: str, timeout_s: float) -> tuple[int, Any]:
         """Return status and decoded body, None for one that is no JSON.
@@ -37,21 +64,19 @@ class Backend:
             HopError: It does not answer; the text says why and the remedy.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=max(0.1, min(REQUEST_S, timeout_s)))
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=REQUEST_S)
         before = time.time()
         try:
-            connection.request("GET", f"{self._parts.path.rstrip('/')}{path}")
-            response = connection.getresponse()
-            body = response.read(_BODY_BYTES_MAX)
+            response, body = within(max(0.1, min(REQUEST_S, timeout_s)), lambda: fetch(connection, f"{self._parts.path.rstrip('/')}{path}"))
         except ConnectionRefusedError:
             raise HopError(f"nothing listens at {self.url}; start {self.name}, or mend --{self.name.lower()}") from None
         except ssl.SSLError as error:
             raise HopError(f"no TLS with {self.url} ({error.reason}); mend --{self.name.lower()}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except TimeoutError:
+            raise HopError(f"{self.url} does not answer in time; see the log of {self.name}, or mend --{self.name.lower()}") from None
+        except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
             raise HopError(f"{self.url} does not answer as {self.name} would ({reason}); mend --{self.name.lower()}") from None
-        finally:
-            connection.close()
         self._clock.add(self.name, response.headers.get("Date"), before)
         try:
             return response.status, json.loads(body)
@@ -61,6 +86,8 @@ class Backend:
 
 class Jaeger(Backend):
     """Jaeger's query service."""
+
+    usual_port = 16686
 
     def has_trace(self, trace_id: int, timeout_s: float) -> bool:
         """Return whether it shows the trace.
@@ -72,12 +99,14 @@ class Jaeger(Backend):
         if status == 404 and body is not None:  # none such, as Jaeger says it
             return False
         if status != 200 or not isinstance(body, dict) or "result" not in body:
-            raise HopError(f"{self.url} is not Jaeger's query service (HTTP {status}); mend --jaeger (usually port 16686)")
+            raise HopError(f"{self.url} is not Jaeger's query service (HTTP {status}); mend --jaeger (usually port {self.usual_port})")
         return f"{trace_id:032x}" in json.dumps(body)
 
 
 class Prometheus(Backend):
     """Prometheus's query API."""
+
+    usual_port = 9090
 
     def has_value(self, value: float, timeout_s: float) -> bool:
         """Return whether the canary's metric had that value in the last minutes.
@@ -94,7 +123,8 @@ class Prometheus(Backend):
             HopError: It is not Prometheus, or does not answer.
         """
         status, body = self.get(f"/api/v1/query?query={quote(expression)}", timeout_s)
-        if status != 200 or not isinstance(body, dict) or body.get("status") != "success":
-            raise HopError(f"{self.url} is not Prometheus's API (HTTP {status}); mend --prometheus (usually port 9090)")
-        result: list[dict[str, Any]] = body["data"]["result"]
+        data = body.get("data") if isinstance(body, dict) else None
+        if status != 200 or not isinstance(data, dict) or not isinstance(data.get("result"), list):
+            raise HopError(f"{self.url} is not Prometheus's API (HTTP {status}); mend --prometheus (usually port {self.usual_port})")
+        result: list[dict[str, Any]] = data["result"]
         return result

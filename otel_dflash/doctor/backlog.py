@@ -6,8 +6,9 @@ import http.client
 import re
 from typing import Final, NamedTuple
 
-from otel_dflash.doctor.backends import Prometheus
+from otel_dflash.doctor.backends import Prometheus, fetch
 from otel_dflash.doctor.lines import HopError
+from otel_dflash.doctor.sockets import within
 
 OWN_METRICS_PORT: Final = 8888  # where a collector shows its own metrics, unless it pushes them
 _NAMES: Final = "otelcol_exporter_(?:queue_size|(?:sent|send_failed)_(?:spans|metric_points)(?:_total)?)"
@@ -46,8 +47,8 @@ def explain(what: str, where: str, waited_s: float, before: Backlog, after: Back
         stuck = after.sent.get((exporter, data_type), 0.0) == before.sent.get((exporter, data_type), 0.0)
         if data_type == _DATA_TYPES[what] and size > 0 and stuck:
             return (
-                f"the collector took the {what} and cannot pass it on: {size:.0f} in the queue of its exporter {exporter}, none sent; "
-                "start what that sends to, or mend its endpoint (the collector's log says why)"
+                f"the collector took the {what} and cannot pass it on: it waits in the queue of its exporter {exporter}, and nothing is "
+                "sent; start what that sends to, or mend its endpoint (the collector's log says why)"
             )
     for (exporter, data_type), failed in after.failed.items():
         if data_type == _DATA_TYPES[what] and failed > before.failed.get((exporter, data_type), 0.0):
@@ -74,11 +75,9 @@ def _add(backlog: Backlog, name: str, labels: dict[str, str], value: float) -> N
 
 
 def _own_metrics(host: str, timeout_s: float) -> str:
-    connection = http.client.HTTPConnection(host, OWN_METRICS_PORT, timeout=max(0.1, min(1.0, timeout_s)))
+    limit_s = max(0.1, min(1.0, timeout_s))
+    connection = http.client.HTTPConnection(host, OWN_METRICS_PORT, timeout=limit_s)
     try:
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
+        return within(limit_s, lambda: fetch(connection, "/metrics"))[1].decode("utf-8", "replace")
+    except (OSError, UnicodeError, http.client.HTTPException):
         return ""
-    finally:
-        connection.close()

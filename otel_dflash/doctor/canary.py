@@ -30,7 +30,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from otel_dflash import semconv
 from otel_dflash.agent.credentials import Signal
 from otel_dflash.agent.exporters import metric_exporters, span_exporters
-from otel_dflash.agent.noise import NoiseFilter, describe
+from otel_dflash.agent.noise import NoiseFilter, describe, remedy_in
 from otel_dflash.doctor.lines import Line, ok, wrong
 from otel_dflash.version import __version__
 
@@ -38,7 +38,7 @@ _TIMEOUTS: Final = tuple(f"OTEL_EXPORTER_OTLP_{signal}TIMEOUT" for signal in (""
 _SIGNALS: Final = {"span": "traces", "metric": "metrics"}
 # What an exporter says of a refusal that needs knowledge of the path -> what it means and what mends it; for the rest see agent/noise.py.
 _MEANINGS: Final = (
-    ("405|415", "that path is not of an OTLP receiver; give the collector's base URL"),
+    ("405|415|501", "that path is not of an OTLP receiver; give the collector's base URL"),
     (
         "UNAVAILABLE|RESOURCE_EXHAUSTED|Service Unavailable|Too Many Requests|Bad Gateway|Gateway Timeout",
         "the collector is up and takes nothing now: queue, memory or storage is full; see its log",
@@ -134,10 +134,8 @@ def _explained(reason: str, signal: str) -> str:
     """Return the reason with a remedy: agent/noise.py has put one in brackets for what it knows."""
     if reason.startswith("404"):
         return f"{reason}; if {signal} alone are refused, what is there takes none: set OTEL_{signal.upper()}_EXPORTER=none"
-    for pattern, meaning in _MEANINGS:
-        if re.match(rf"({pattern})\b", reason) and not reason.endswith(")"):
-            return f"{meaning} ({reason})"
-    return reason
+    meaning = next((meaning for pattern, meaning in _MEANINGS if re.match(rf"({pattern})\b", reason)), "")
+    return f"{meaning} ({reason})" if meaning and not remedy_in(reason) else reason
 
 
 def _limit_timeouts(environ: MutableMapping[str, str], timeout_s: float) -> None:

@@ -44,12 +44,12 @@ class Nvml:
                 self._process.communicate(timeout=REAP_S)
             return warning(
                 "NVML",
-                f"does not answer within {timeout_s:.2g} s: the driver hangs, GPU metrics will be missing; see dmesg",
+                f"does not answer within {timeout_s:.2g} s: the driver hangs, and no GPU can be read; see dmesg",
             )
         word, _, rest = said.partition(" ")
         if word == "found":
             count, _, driver = rest.partition(" ")
             return ok("NVML", f"{count} GPU{'' if count == '1' else 's'}, driver {driver}")
         if word == "absent":
-            return unknown("NVML", "nvidia-ml-py is not installed: GPU metrics will be missing; pip install nvidia-ml-py")
-        return unknown("NVML", f"no NVIDIA driver here: GPU metrics will be missing ({rest or 'it crashed'})")
+            return unknown("NVML", "nvidia-ml-py is not installed: no GPU can be read; pip install nvidia-ml-py")
+        return unknown("NVML", f"no NVIDIA driver here: no GPU can be read ({rest or 'it crashed'})")

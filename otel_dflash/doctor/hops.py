@@ -168,7 +168,7 @@ class Hops:
         route = self._route
         assert self._address
         place = f"{route.host}:{route.port}"
-        found = sockets.look_again(self._address, route.host, self._left_s() + PROBE_S)
+        found = sockets.look_again(self._address, route.host, max(0.5, self._deadline - time.monotonic()))
         if self._is_secured and found == (True, Speaks.NOTHING):  # gRPC's core closes without an alert
             return self._distrusted("")
         if found is None:

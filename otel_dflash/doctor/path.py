@@ -24,12 +24,17 @@ _NO_ROUTE: Final = (
 
 
 class Path:
-    """One check of the path, which ends by `deadline`, a time of time.monotonic()."""
+    """One check of the path."""
 
-    def __init__(self, environ: MutableMapping[str, str], jaeger_url: str | None, prometheus_url: str | None, deadline: float) -> None:
-        """`environ` is os.environ, prepared for the exporters; a URL that is None is not asked."""
+    def __init__(self, environ: MutableMapping[str, str], jaeger_url: str | None, prometheus_url: str | None, timeout_s: float) -> None:
+        """`environ` is os.environ, prepared for the exporters; a URL that is None is not asked; `timeout_s` is how long the check may take.
+
+        Raises:
+            ConfigError: A URL is none.
+        """
         self._environ = environ
-        self._deadline = deadline
+        self._timeout_s = timeout_s
+        self._deadline = 0.0
         self._clock = Clock()
         self._jaeger = Jaeger("Jaeger", jaeger_url, self._clock) if jaeger_url else None
         self._prometheus = Prometheus("Prometheus", prometheus_url, self._clock) if prometheus_url else None
@@ -43,9 +48,10 @@ class Path:
         Raises:
             ConfigError: A setting cannot work.
         """
+        self._deadline = time.monotonic() + self._timeout_s
         sent = [signal for signal in _SIGNALS if exporter_names(signal, self._environ)]
         if not sent:
-            yield wrong("route", _NO_ROUTE)
+            yield warning("route", _NO_ROUTE)
             return
         for signal in (signal for signal in _SIGNALS if signal not in sent):
             yield warning("route", f"no {signal} are sent: OTEL_{signal.upper()}_EXPORTER or the endpoint leaves them out")
@@ -65,7 +71,7 @@ class Path:
 
     def _send(self, signals: list[Signal], host: str) -> Iterator[Line]:
         is_watched = self._jaeger or self._prometheus
-        before = backlog.read(self._prometheus, host, self._left_s()) if is_watched else backlog.Backlog({}, {}, {})
+        before = backlog.read(self._prometheus, host, self._left_s() / 4) if is_watched else backlog.Backlog({}, {}, {})
         sending = canary.Sending(self._canary, self._environ)
         yield from sending.send(signals, max(1.0, self._left_s() / 2))
         self.is_stuck = sending.is_stuck
@@ -106,11 +112,11 @@ class Path:
 
     def _look_in_jaeger(self) -> bool:
         assert self._jaeger
-        return self._jaeger.has_trace(self._canary.trace_id, self._left_s())
+        return self._jaeger.has_trace(self._canary.trace_id, self._left_s() / 2)  # the rest is for the other, when this one hangs
 
     def _look_in_prometheus(self) -> bool:
         assert self._prometheus
-        return self._prometheus.has_value(self._canary.value, self._left_s())
+        return self._prometheus.has_value(self._canary.value, self._left_s() / 2)
 
     def _left_s(self) -> float:
         return self._deadline - time.monotonic()

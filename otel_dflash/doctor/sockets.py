@@ -6,18 +6,21 @@ that is asked in the wrong language closes the connection, answers in its own, o
 
 from __future__ import annotations
 
+import http.client
 import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from otel_dflash.doctor.lines import HopError
 from otel_dflash.doctor.route import Credentials, Protocol
 
 Address = tuple[socket.AddressFamily, Any]
+Result = TypeVar("Result")
 
 PROBE_S: Final = 3.0  # a server that takes longer for one step counts as silent
 _SETTINGS_FRAME: Final = 4
@@ -42,28 +45,48 @@ class Answer(NamedTuple):
     start: bytes = b""
 
 
+def within(timeout_s: float, call: Callable[[], Result]) -> Result:
+    """Return what `call` returns. A name service knows no timeout, and one of HTTP begins anew with each byte of an answer.
+
+    Raises:
+        TimeoutError: It has not returned within `timeout_s`; its thread is left behind.
+        OSError, ValueError, http.client.HTTPException: `call` raised it.
+    """
+    results: list[Result] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
+
+
 def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
     """Return the addresses of a name, in the order to try them.
 
     Raises:
         HopError: It has none, or the name service is silent.
     """
-    found: list[Address] = []
-    failure = [f"the name service does not say the address of {host!r} within {timeout_s:.2g} s; look at /etc/resolv.conf"]
-
-    def look_up() -> None:  # getaddrinfo knows no timeout
-        try:
-            found.extend((family, address) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-            failure[0] = f"the name {host!r} has no address here ({reason}); mend the endpoint, or DNS or /etc/hosts"
-
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not found:
-        raise HopError(failure[0])
-    return list(found)
+    try:
+        found = within(timeout_s, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except TimeoutError:
+        raise HopError(
+            f"the name service does not say the address of {host!r} within {timeout_s:.2g} s; look at /etc/resolv.conf"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
+        raise HopError(f"the name {host!r} has no address here ({reason}); mend the endpoint, or DNS or /etc/hosts") from None
+    return [(family, address) for family, *_, address in found]
 
 
 def connect(addresses: list[Address], timeout_s: float) -> tuple[socket.socket, Address]:
@@ -112,9 +135,11 @@ def ask(connection: socket.socket, host: str, path: str, protocol: Protocol) -> 
     """
     hello = _PREFACE if protocol == "gRPC" else f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
     start = b""
+    deadline = time.monotonic() + (connection.gettimeout() or PROBE_S)
     try:
         connection.sendall(hello)
         while len(start) < _ANSWER_BYTES_MAX and not _is_enough(start):
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = connection.recv(_ANSWER_BYTES_MAX)
             if not part:
                 break

@@ -32,14 +32,16 @@ def check() -> Iterator[Line]:
 def addresses(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the URLs of Jaeger and Prometheus by name where a configured route leads to the stack's collector, else {}.
 
+    Those that have ended too: then they are what is wrong.
+
     Raises:
         ConfigError: A setting cannot work.
     """
     try:
-        healthy = {row.name: row.addresses for row in control.status() if row.state == "healthy"}
+        started = {row.name: row.addresses for row in control.status() if row.state != "not started"}
     except EngineError:  # said by `check`
         return {}
-    ports = {urlsplit(url).port for url in healthy.get("otelcol", ())}
+    ports = {urlsplit(url).port for url in started.get("otelcol", ())}
     if not any(route.is_local and route.port in ports for route in routes(environ)):
         return {}
-    return {name: healthy[name.lower()][0] for name in ("Jaeger", "Prometheus") if name.lower() in healthy}
+    return {name: started[name.lower()][0] for name in ("Jaeger", "Prometheus") if name.lower() in started}

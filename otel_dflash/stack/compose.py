@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from otel_dflash.stack.engines import EngineError, collector_directory
@@ -32,13 +35,13 @@ def problem(*, may_fetch: bool) -> str | None:
     return None
 
 
-def up() -> None:
-    """Start the containers and wait until they are healthy; a second time changes nothing.
+def up(ports: Mapping[str, str]) -> None:
+    """Start the containers with these variables and wait until they are healthy; a second time changes nothing.
 
     Raises:
         EngineError: Docker Compose failed; it said why itself.
     """
-    _run("up", "--detach", "--wait")
+    _run("up", "--detach", "--wait", variables=ports)
 
 
 def down(*, volumes: bool) -> None:
@@ -54,10 +57,10 @@ def _compose(*arguments: str) -> tuple[str, ...]:
     return ("compose", "--file", str(file()), *arguments)
 
 
-def _run(*arguments: str) -> None:
+def _run(*arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> None:
     command = ("docker", *_compose(*arguments))
     try:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, env={**os.environ, **variables}, check=False).returncode
     except OSError as error:
         raise EngineError(
             f"docker cannot be started: {error.strerror}; install Docker, or build the engines: otel-dflash stack build"

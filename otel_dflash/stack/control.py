@@ -74,24 +74,10 @@ def up(say: Say, way: Way | None = None) -> Addresses:
         way = _choose(stack, way)
         if way == "native":
             return Addresses(_urls(native.up(say, os.environ)), has_ui=False)
-        values = _published(os.environ)
+        values = _published(os.environ, stack)
         state.write(Stack(compose=values))  # before: what a failed or interrupted call leaves is for `down` too
-        compose.up()
+        compose.up({name: value for name, value in values.items() if name.endswith("_PORT")})
         return _compose_addresses(values)
-
-
-def running() -> Addresses | None:
-    """Return where the stack of this host listens; None when nothing was brought up, or something of it is not healthy now.
-
-    Raises:
-        EngineError: What was started cannot be read.
-    """
-    if any(row.state != "healthy" for row in status()):
-        return None
-    stack = state.read()
-    if stack.compose is not None:
-        return _compose_addresses(stack.compose)
-    return Addresses(_urls({name: value for started in stack.services.values() for name, value in started.variables.items()}), has_ui=False)
 
 
 def down(say: Say, *, volumes: bool = False) -> None:
@@ -130,7 +116,7 @@ def status() -> list[ServiceStatus]:
     for name in NAMES:
         service = SERVICES[name]
         started = stack.services.get(name)
-        values = dict(started.variables if started else stack.compose or service.variables)
+        values = {**service.variables, **(started.variables if started else stack.compose or {})}
         if started is None and stack.compose is None:
             word = "not started"
         elif started and not started.is_alive():
@@ -169,9 +155,9 @@ def _urls(values: Mapping[str, str]) -> dict[str, str]:
     return {what: template.format(**values) for name in reversed(NAMES) for what, template in SERVICES[name].addresses.items()}
 
 
-def _published(environment: Mapping[str, str]) -> dict[str, str]:
+def _published(environment: Mapping[str, str], stack: Stack) -> dict[str, str]:
     """Return the variables of what compose.yaml publishes: always at 127.0.0.1."""
-    values = native.variables(environment, {})
+    values = native.variables(environment, stack.compose or {})
     return {name: "127.0.0.1" if name.endswith("_HOST") else value for name, value in values.items()}
 
 

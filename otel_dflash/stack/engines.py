@@ -215,8 +215,25 @@ def collector_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """Return where built engines lie."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "otel-dflash" / "engines"
+    """Return where built engines lie.
+
+    Raises:
+        EngineError: There is no home.
+    """
+    return own_directory("XDG_CACHE_HOME", ".cache") / "engines"
+
+
+def own_directory(variable: str, below_home: str) -> Path:
+    """Return our directory where an XDG variable says, else below the home. As XDG has it, a path that is not absolute does not count.
+
+    Raises:
+        EngineError: There is no home.
+    """
+    given = Path(os.environ.get(variable, ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / below_home) / "otel-dflash"
+    except RuntimeError:
+        raise EngineError(f"this user has no home directory; point {variable} at a directory of theirs") from None
 
 
 def find(engine: Engine, program: str | None = None) -> Path | None:
@@ -248,7 +265,7 @@ def build(engine: Engine, say: Callable[[str], object] = lambda line: None) -> P
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_name(f"{directory.name}.lock"), lambda: say(f"{engine.name} is being built already; waiting")) as lock:
-            if not directory.is_dir():
+            if not all((directory / program).exists() for program in engine.programs):  # not built, or a part was removed since
                 if missing := missing_command(engine):
                     raise EngineError(missing)
                 minutes = f"{engine.minutes} minute{'s' if engine.minutes > 1 else ''}"
@@ -270,6 +287,7 @@ def _build_into(engine: Engine, directory: Path, lock: int) -> None:
         for program in engine.programs:
             if not (shop.out / program).exists():
                 raise EngineError(f"the build of {engine.name} made no {program!r}; please report it")
+        shutil.rmtree(directory, ignore_errors=True)
         shop.out.rename(directory)
     finally:
         shutil.rmtree(shop.directory, ignore_errors=True)

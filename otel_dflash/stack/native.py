@@ -32,15 +32,15 @@ TERM_S: Final = 15.0
 Say = Callable[[str], object]
 
 
-def variables(environment: Mapping[str, str], recorded: Mapping[str, Started]) -> dict[str, str]:
-    """Return every variable of the stack: the environment's, else what the service was started with, else the default.
+def variables(environment: Mapping[str, str], recorded: Mapping[str, str]) -> dict[str, str]:
+    """Return every variable of the stack: the environment's, else `recorded`, with which it was started, else the default.
 
     Raises:
         ConfigError: A port is no number from 1 to 65535, or two are the same.
     """
     defaults = {name: value for service in NAMES for name, value in SERVICES[service].variables.items()}
     given = {name: environment[name] for name in defaults if environment.get(name)}
-    before = {**defaults, **{name: value for started in recorded.values() for name, value in started.variables.items()}}
+    before = {**defaults, **recorded}
     values = {**before, **given}
     for name, template in DERIVED.items():
         if name not in given and before[name] == template.format(**before):
@@ -60,22 +60,20 @@ def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
     """
     stack = state.read()
     running = stack.alive()
-    values = variables(environment, stack.services)
+    values = variables(environment, stack.variables())
     require_engines([SERVICES[name] for name in NAMES if name not in running])
     for name, started in running.items():
         _require_same(name, started, values)
     services = dict(stack.services)
-    begun: list[str] = []
     try:
         for name in NAMES:
             if name not in running:
-                services[name] = _start(SERVICES[name], values)
-                begun.append(name)
-                state.write(Stack(services))
+                _start(SERVICES[name], values, services)
             started = services[name]
             wait_healthy(SERVICES[name], started, state.directory(), started.variables)
-            say(f"{name} {started.version} {'runs' if name in begun else 'runs already'}: pid {started.pid}")
+            say(f"{name} {started.version} {'runs already' if name in running else 'runs'}: pid {started.pid}")
     except BaseException:
+        begun = [name for name in NAMES if services.get(name) is not stack.services.get(name)]
         for name in reversed(begun):
             _end(services.pop(name))
         state.write(Stack(services))
@@ -89,9 +87,9 @@ def down(say: Say) -> None:
     """Stop what `up` started and still runs, those that send first. The caller holds the lock."""
     stack = state.read()
     for name in reversed(NAMES):
-        if started := stack.services.pop(name, None):
+        if started := stack.services.get(name):
             say(f"{name} {_end(started)}")
-            state.write(Stack(stack.services))
+    state.write(Stack())
 
 
 def remove_data() -> None:
@@ -133,10 +131,15 @@ def _check_ports(ports: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         names[int(port)] = name
 
 
-def _start(service: Service, values: Mapping[str, str]) -> Started:
+def _start(service: Service, values: Mapping[str, str], services: dict[str, Started]) -> None:
+    """Start it; it is in `services` and in stack.json before its engine begins."""
     own = {name: values[name] for name in service.variables}
-    process = launch(service, state.directory(), own)
-    return Started(process.pid, process_start(process.pid) or 0, service.engine.version, own)
+
+    def remember(pid: int) -> None:
+        services[service.name] = Started(pid, process_start(pid) or 0, service.engine.version, own)
+        state.write(Stack(services))
+
+    launch(service, state.directory(), own, remember)
 
 
 def _require_same(name: str, started: Started, values: Mapping[str, str]) -> None:

@@ -6,13 +6,14 @@ the built binaries; the files of collector/ are the same ones everywhere.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import select
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -22,6 +23,9 @@ from otel_dflash.stack.engines import ENGINES, Engine, EngineError, collector_di
 
 HEALTHY_S: Final = 30.0
 """How long a service may take from its start until it is healthy."""
+
+_GATE: Final = ("/bin/sh", "-c", 'read -r go && exec "$@" < /dev/null', "sh")
+"""Waits for a line, then becomes the engine, with the same pid. Without the line, as its starter was killed, it ends."""
 
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 
@@ -69,7 +73,7 @@ _OTELCOL_PORTS: Final = {
     "OTELCOL_HTTP_PORT": "4318",
     "OTELCOL_HEALTH_PORT": "13133",
     "OTELCOL_STORAGE": "{storage}",
-    "OTELCOL_STORAGE_BYTES": "10737418240",
+    "OTELCOL_QUEUE_BYTES": "4000000000",
     "OTELCOL_MEMORY_MIB": "1024",
 }
 
@@ -128,8 +132,12 @@ SERVICES: Final = {
 """In the order they are started: each before those that send to it."""
 
 
-def launch(service: Service, directory: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def launch(
+    service: Service, directory: Path, variables: Mapping[str, str], remember: Callable[[int], object] = lambda pid: None
+) -> subprocess.Popen[bytes]:
     """Start a service that outlives its starter: storage in `directory`/<name>, its log in `directory`/<name>.log.
+
+    The engine begins once `remember` has returned, so a starter that is killed or interrupted leaves none that it did not remember.
 
     Raises:
         EngineError: Its engine was not built, one of its ports is busy, or `directory` cannot be written.
@@ -143,15 +151,21 @@ def launch(service: Service, directory: Path, variables: Mapping[str, str]) -> s
     try:
         storage.mkdir(parents=True, exist_ok=True)
         with (directory / f"{service.name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [program, *(argument.format(**values) for argument in service.arguments)],
+            process = subprocess.Popen(
+                [*_GATE, program, *(argument.format(**values) for argument in service.arguments)],
+                bufsize=0,
                 cwd=directory,  # not the user's: they may want to remove or unmount it
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=_environment(service, values),
                 start_new_session=True,
             )
+        assert process.stdin
+        with process.stdin as gate:
+            remember(process.pid)
+            gate.write(b"\n")
+        return process
     except OSError as error:
         raise EngineError(f"{service.name} cannot be started in {directory}: {error.strerror or error}") from None
 
@@ -170,7 +184,8 @@ def wait_healthy(service: Service, process: Process, directory: Path, variables:
             last = "\n  ".join(log.read_text(errors="replace").splitlines()[-5:])
             raise EngineError(f"{service.name} ended before it was healthy; the end of {log}:\n  {last}")
         if time.monotonic() > deadline:
-            raise EngineError(f"{service.name} is not healthy after {HEALTHY_S:g} s; see {directory / service.name}.log")
+            log = directory / f"{service.name}.log"
+            raise EngineError(f"{service.name} is not healthy after {HEALTHY_S:g} s; see {log}, then begin anew: otel-dflash stack down")
         select.select([], [], [], 0.05)
 
 
@@ -195,7 +210,7 @@ def _environment(service: Service, values: Mapping[str, str]) -> dict[str, str]:
 
 def _check_ports(service: Service, values: Mapping[str, str]) -> None:
     """Find a busy port before the engine does: it would name neither the variable nor a remedy."""
-    host = next(value for name, value in values.items() if name.endswith("_HOST"))
+    host_name, host = next((name, value) for name, value in values.items() if name.endswith("_HOST"))
     for name, port in service.ports(values).items():
         try:
             family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -204,8 +219,9 @@ def _check_ports(service: Service, values: Mapping[str, str]) -> None:
                 probe.bind(address)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            other = port + 10_000 if port < 50_000 else port - 10_000
-            raise EngineError(
-                f"{service.name} cannot listen at {host}:{port}: {reason}; "
-                f"stop what listens there (ss -ltnp), or choose another port: {name}={other}"
-            ) from None
+            if error.errno == errno.EADDRINUSE or isinstance(error, PermissionError):
+                holder = "stop what listens there (ss -ltnp), or " if error.errno == errno.EADDRINUSE else ""
+                remedy = f"{holder}choose another port: {name}={port + 20_000 if port < 45_000 else port - 20_000}"
+            else:
+                remedy = f"give an address of this host: {host_name}=127.0.0.1"
+            raise EngineError(f"{service.name} cannot listen at {host}:{port}: {reason}; {remedy}") from None

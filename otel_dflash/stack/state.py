@@ -2,9 +2,8 @@
 
 ::
 
-    ~/.local/state/otel-dflash/stack/   0700; $XDG_STATE_HOME when set
-        stack.json                      what runs: see Stack
-        lock                            held by the command that changes it
+    ~/.local/state/otel-dflash/stack/   0700; $XDG_STATE_HOME when set; locked by the command that changes what runs
+        stack.json                      what runs: see Stack; none when nothing does
         jaeger/, jaeger.log, ...        each service's storage and log
 """
 
@@ -14,14 +13,16 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 from otel_dflash.session import process_start
-from otel_dflash.stack.engines import EngineError
+from otel_dflash.stack.engines import EngineError, own_directory
+from otel_dflash.stack.services import SERVICES
 
 DIRECTORY_MODE: Final = 0o700
 STACK_FILE: Final = "stack.json"
@@ -55,15 +56,22 @@ class Stack:
     compose: dict[str, str] | None = None
     """The variables that Docker Compose got; None when it was not used."""
 
+    def variables(self) -> dict[str, str]:
+        """Return what it was started with."""
+        return self.compose or {name: value for started in self.services.values() for name, value in started.variables.items()}
+
     def alive(self) -> dict[str, Started]:
         """Return the services that run as processes."""
         return {name: started for name, started in self.services.items() if started.is_alive()}
 
 
 def directory() -> Path:
-    """Return where storage, logs and stack.json lie."""
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base.absolute() / "otel-dflash" / "stack"
+    """Return where storage, logs and stack.json lie.
+
+    Raises:
+        EngineError: There is no home.
+    """
+    return own_directory("XDG_STATE_HOME", ".local/state") / "stack"
 
 
 def read() -> Stack:
@@ -75,7 +83,10 @@ def read() -> Stack:
     path = directory() / STACK_FILE
     try:
         content = json.loads(path.read_bytes())
-        return Stack({name: Started(**fields) for name, fields in content["services"].items()}, content["compose"])
+        compose = content["compose"]
+        return Stack(
+            {name: _started(name, **fields) for name, fields in content["services"].items()}, None if compose is None else dict(compose)
+        )
     except FileNotFoundError:
         return Stack()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,7 +94,7 @@ def read() -> Stack:
 
 
 def write(stack: Stack) -> None:
-    """Remember it. Whole or not at all: a command may be killed here.
+    """Remember it; of nothing no file is left, which takes no room on a full disk. Whole or not at all: a command may be killed here.
 
     Raises:
         EngineError: The disk is full or the directory not writable.
@@ -91,10 +102,28 @@ def write(stack: Stack) -> None:
     path = directory() / STACK_FILE
     new = path.with_suffix(".new")
     try:
+        if stack == Stack():
+            path.unlink(missing_ok=True)
+            return
         new.write_text(json.dumps(asdict(stack), indent=1))
         new.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         raise unusable(error) from None
+
+
+def _started(name: str, pid: int, start: int, version: str, variables: Mapping[str, str]) -> Started:
+    """Return what stack.json has of a service. It may be of another version: of its variables those count that there are now.
+
+    Raises:
+        KeyError: No such service.
+        ValueError: Not what `write` writes.
+    """
+    if int(pid) <= 0:
+        raise ValueError(f"{pid} is no process")
+    known = SERVICES[name].variables
+    return Started(int(pid), int(start), str(version), {**known, **{key: str(variables[key]) for key in known if key in variables}})
 
 
 @contextmanager
@@ -107,17 +136,20 @@ def locked(say: Callable[[str], object]) -> Iterator[None]:
     base = directory()
     try:
         base.mkdir(parents=True, exist_ok=True)
-        base.chmod(DIRECTORY_MODE)
-        file = (base / "lock").open("w")
+        if stat.S_IMODE(base.stat().st_mode) != DIRECTORY_MODE:
+            base.chmod(DIRECTORY_MODE)
+        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY)  # the directory is its own lock: on a read-only disk too
     except OSError as error:
         raise unusable(error) from None
-    with file:
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("another command starts or stops the stack; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def unusable(error: OSError) -> EngineError:

@@ -187,9 +187,9 @@ class Telemetry:
 def start(run_id: str | None = None) -> Telemetry:
     """Start telemetry in this process, once; a second call returns the same.
 
-    Joins the session of `otel-dflash run` or of the process that started this one, else creates a session and starts its agent. When
-    that cannot be had, a setting cannot work (one line says which), or OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is true, what is
-    returned records nothing; training goes on.
+    Joins the session of `otel-dflash run`, of the process that started this one, or of another rank that a launcher started on this
+    node; else creates a session and starts its agent. When that cannot be had, a setting cannot work (one line says which), or
+    OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is true, what is returned records nothing; training goes on.
 
     Args:
         run_id: Name of the run, where this process creates the session: letters, digits, ``._-``. Default: OTEL_DFLASH_RUN_ID, else
@@ -233,8 +233,14 @@ def _join_or_create(run_id: str | None) -> Session:
         return open_session(Path(inherited))
     config.AgentConfig.from_environment()  # the agent would end at once, and say so in its log only
     session, is_new = create_or_join(run_id)
-    if not is_new:
-        return session
+    if is_new:
+        _serve(session)
+    os.environ[config.SESSION_VARIABLE] = str(session.path)  # for the processes this one starts
+    return session
+
+
+def _serve(session: Session) -> None:
+    """Have an agent serve a session that this process made; without one the session and its recording go."""
     try:
         register_process(session)  # before the agent looks for someone to serve
         start_agent(session, dict(os.environ))
@@ -242,9 +248,7 @@ def _join_or_create(run_id: str | None) -> Session:
         remove_session(session)
         remove_directory(session.recording)
         raise
-    os.environ[config.SESSION_VARIABLE] = str(session.path)  # for the processes this one starts
     atexit.register(_say_if_no_agent, session, os.getpid(), time.monotonic())
-    return session
 
 
 def _say_if_no_agent(session: Session, pid: int, since_s: float) -> None:

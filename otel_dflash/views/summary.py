@@ -18,6 +18,7 @@ from otel_dflash.agent.fold import Fold, RingTotals
 from otel_dflash.agent.histogram import Histogram
 from otel_dflash.agent.recording import RecordingReader, RunInfo
 from otel_dflash.records import Kind, State
+from otel_dflash.session import DELIVERY_FILE
 from otel_dflash.views.verdict import Account, verdict
 
 ROLE_ORDER = ("target", "drafter")  # then the others by name
@@ -132,19 +133,10 @@ def recording_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
 
 
-def undelivered(directory: Path) -> dict[str, str]:
-    """Return signal -> why its exporters did not get all of it; {} when they did, none is configured, or the run goes on."""
-    return {name: f"{state['reason']}" for name, state in _delivery(directory).items() if not state.get("delivered", True)}
-
-
-def _left_out(directory: Path) -> list[str]:
-    return [line for state in _delivery(directory).values() for line in state.get("losses", [])]
-
-
-def _delivery(directory: Path) -> dict[str, dict[str, Any]]:
+def delivery(directory: Path) -> dict[str, dict[str, Any]]:
     """Return what the agent said at its end by signal, {} when it did not, or cannot be understood."""
     try:
-        signals = json.loads((directory / "delivery.json").read_bytes())
+        signals = json.loads((directory / DELIVERY_FILE).read_bytes())
         return {name: {"reason": None, **state} for name, state in signals.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
@@ -155,6 +147,7 @@ def _summary(fold: Fold, info: RunInfo, directory: Path, missing_frames: int) ->
     rings = fold.rings.values()
     first_ns = min((totals.created_ns for totals in rings), default=info.anchor_mono_ns)
     last_ns = max((totals.last_ns for totals in rings), default=first_ns)
+    said = delivery(directory)
     return Summary(
         verdict=verdict([_account(worker) for worker in workers]),
         run=info.run,
@@ -169,8 +162,8 @@ def _summary(fold: Fold, info: RunInfo, directory: Path, missing_frames: int) ->
         malformed=fold.malformed,
         agent_cpu_ns=fold.agent.cpu_ns if fold.agent.wall_offset_ns is not None else None,
         cost_ns=fold.agent.cost_ns,
-        undelivered=undelivered(directory),
-        left_out=_left_out(directory),
+        undelivered={signal: f"{state['reason']}" for signal, state in said.items() if not state.get("delivered", True)},
+        left_out=[line for state in said.values() for line in state.get("losses", [])],
     )
 
 

@@ -246,7 +246,8 @@ def started(directory: Path, name: str, service: Service, **variables: str) -> I
 def main() -> None:
     """Measure and print."""
     if find(ENGINES["otelcol"]) is None:
-        sys.exit("otelcol is not built here; build it: make engines")
+        print("left out: otelcol is not built here; build it: make engines")
+        return
     print(machine())
     with TemporaryDirectory() as name, ExitStack() as entered:
         directory = Path(name)

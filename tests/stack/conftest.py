@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from otel_dflash.stack.engines import ENGINES, find
+from otel_dflash.stack.engines import ENGINES, collector_directory, find
+from otel_dflash.stack.native import NAMES
 from otel_dflash.stack.services import SERVICES, Service, launch, wait_healthy
 
+if TYPE_CHECKING:
+    from tests.stack.host import Host
+
 DEADLINE_S = 60.0
+NOWHERE: Final = "http://127.0.0.1:1"
+"""Where nobody listens: what a test does not look at must not reach an engine that happens to run here."""
+READ: Final = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
+"""A variable that a configuration reads, and its default."""
+_KILL_ORPHAN: Final = """
+import os, select, signal, sys
+process = os.pidfd_open(int(sys.argv[1]))
+if sys.stdin in select.select([sys.stdin, process], [], [])[0]:
+    signal.pidfd_send_signal(process, signal.SIGKILL)
+"""
 
 
 class Started:
-    """A service that runs for a test. It can be killed and started again at the same place."""
+    """A service that runs for a test, and not longer. It can be killed and started again at the same place.
+
+    Whatever it sends goes nowhere, unless `variables` say where.
+    """
 
     def __init__(self, service: Service, directory: Path, variables: Mapping[str, str]) -> None:
         self.service = service
         self.directory = directory
         ports = free_ports(sum(name.endswith("_PORT") for name in service.variables))
         chosen = {name: str(ports.pop()) for name in service.variables if name.endswith("_PORT")}
-        self.variables = {**chosen, **variables}
+        nowhere = {name: NOWHERE for name in service.variables if name.endswith(("_ENDPOINT", "_URL"))}
+        self.variables = {**chosen, **nowhere, **variables}
         self.values = service.values(self.variables, directory / service.name)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -33,6 +54,7 @@ class Started:
         """Start it and wait until it is healthy."""
         assert self.process is None
         self.process = launch(self.service, self.directory, self.variables)
+        self._guard = end_with_this_process(self.process.pid)
         try:
             wait_healthy(self.service, self.process, self.directory, self.variables)
         except BaseException:
@@ -50,6 +72,7 @@ class Started:
         self.process.send_signal(number)
         self.process.wait(DEADLINE_S)
         self.process = None
+        self._guard.communicate(timeout=DEADLINE_S)
 
     def url(self, port: str) -> str:
         """Return http://host:port of one of its ports, such as OTELCOL_GRPC_PORT."""
@@ -94,6 +117,44 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     stack.end()
 
 
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """A user's host for `otel-dflash stack`."""
+    from tests.stack.host import Host
+
+    host = Host(tmp_path)
+    yield host
+    host.end()
+
+
+@pytest.fixture
+def engines(host: Host) -> Host:
+    """A host where the engines are built."""
+    for name in NAMES:
+        need_engine(name)
+    return host
+
+
+@pytest.fixture
+def planted(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """A host whose engines run but never get healthy."""
+    from tests.stack.host import plant_engines
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(host.directory / "cache"))
+    host.environment["XDG_CACHE_HOME"] = str(host.directory / "cache")
+    plant_engines()
+    return host
+
+
+def configured(name: str, *laid_over: str) -> Service:
+    """Return a collector with another file of collector/ than otelcol.yaml, or with more than one; its variables are what they read."""
+    node = SERVICES["otelcol"]
+    files = [f"{file}.yaml" for file in (name, *laid_over)]
+    variables = {name: default for file in files for name, default in READ.findall((collector_directory() / file).read_text())}
+    arguments = tuple(f"--config={{config}}/{file}" for file in files)
+    return Service(name, node.engine, arguments, {**variables, "OTELCOL_STORAGE": "{storage}"}, node.health, {})
+
+
 def need_engine(name: str) -> Path:
     """Return the path of a built engine; without it the test is skipped, and with CI=true it fails."""
     path = find(ENGINES[name])
@@ -103,6 +164,15 @@ def need_engine(name: str) -> Path:
             pytest.fail(remedy)
         pytest.skip(remedy)
     return path
+
+
+def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
+    """Have a process killed when this one ends, however it ends: an engine has a session of its own, and would outlive a killed test run.
+
+    Return the guard; it ends with either of them.
+    """
+    command = [sys.executable, "-ISc", _KILL_ORPHAN, str(pid)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from otel_dflash.stack.engines import ENGINES
-from tests.stack.conftest import free_ports, need_engine
+from tests.stack.conftest import end_with_this_process, free_ports, need_engine
 
 START_S = 60.0
 CLUSTER_ID = "AAAAAAAAAAAAAAAAAAAAAA"  # 16 bytes in base64, as StorageTool wants them
@@ -59,6 +59,7 @@ class KafkaBroker:
     def start(self) -> None:
         """Start it and wait until it takes connections."""
         self._process = self._run("kafka.Kafka", str(self._properties))
+        self._guard = end_with_this_process(self._process.pid)
         deadline = time.monotonic() + START_S
         while not self._listens():
             assert self._process.poll() is None, self.log
@@ -71,6 +72,7 @@ class KafkaBroker:
         self._process.send_signal(number)
         self._process.wait(START_S)
         self._process = None
+        self._guard.communicate(timeout=START_S)
 
     @property
     def log(self) -> str:

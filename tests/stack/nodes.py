@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import time
@@ -14,30 +12,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from otel_dflash.agent.recording import list_recordings
-from otel_dflash.stack.engines import collector_directory
-from otel_dflash.stack.services import SERVICES, Service
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.running import DEADLINE_S, poll
+from tests.stack.conftest import configured
+from tests.stack.sending import environment
 
 TRAINER: Final = Path(__file__).parent / "split_trainer.py"
 DELIVERED_FRAMES: Final = 40  # two rings, ten drains a second, and what else is recorded
 LIVE_NS: Final = 3_000_000_000
 ADDRESSES: Final = {"node-a": "127.0.0.2", "node-b": "127.0.0.3"}
 
-READ: Final = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
-
-
-def _tier(name: str) -> Service:
-    """Return a collector with another configuration than the node tier's; its variables are those that the file reads."""
-    node = SERVICES["otelcol"]
-    variables = dict(READ.findall((collector_directory() / f"{name}.yaml").read_text()))
-    return Service(name, node.engine, (f"--config={{config}}/{name}.yaml",), {**variables, "OTELCOL_STORAGE": "{storage}"}, node.health, {})
-
-
-GATEWAY: Final = _tier("gateway")
-TAIL_SAMPLING: Final = _tier("tail-sampling")
-KAFKA_NODE: Final = _tier("kafka-node")
-KAFKA_GATEWAY: Final = _tier("kafka-gateway")
+GATEWAY: Final = configured("gateway")
+TAIL_SAMPLING: Final = configured("tail-sampling")
+KAFKA_NODE: Final = configured("kafka-node")
+KAFKA_GATEWAY: Final = configured("kafka-gateway")
 TIERS: Final = {tier.name: tier for tier in (GATEWAY, TAIL_SAMPLING, KAFKA_NODE, KAFKA_GATEWAY)}
 
 
@@ -76,8 +64,8 @@ class TwoNodes:
         with OtlpReceiver() as receiver:
             for path in list_recordings(self.runs):
                 command = [sys.executable, "-m", "otel_dflash", "replay", str(path)]
-                environment = self._environment("", receiver.grpc_endpoint, protocol="grpc")
-                subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
+                replayed = self._environment("", receiver.grpc_endpoint, protocol="grpc")
+                subprocess.run(command, env=replayed, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
             spans = receiver.spans()
         assert spans
         return spans
@@ -104,18 +92,15 @@ class TwoNodes:
         return process
 
     def _environment(self, node: str, endpoint: str, protocol: str = "http/protobuf") -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-        return {
-            **kept,
-            "OTEL_DFLASH_RUN_ID": self.run,
-            "OTEL_DFLASH_NODE": node,
-            "OTEL_DFLASH_DIR": str(self.runs),
-            "OTEL_DFLASH_METRIC_MS": "500",
-            "OTEL_DFLASH_EXIT_MS": "60000",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-            "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+        return environment(
+            OTEL_DFLASH_RUN_ID=self.run,
+            OTEL_DFLASH_NODE=node,
+            OTEL_DFLASH_DIR=str(self.runs),
+            OTEL_DFLASH_METRIC_MS="500",
+            OTEL_DFLASH_EXIT_MS="60000",
+            OTEL_EXPORTER_OTLP_ENDPOINT=endpoint,
+            OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
+        )
 
     def _positions(self) -> list[int]:
         """Return how far the agents' spans have come, in frames, node by node."""

@@ -11,8 +11,6 @@ from typing import Final
 from tests.otlp_receiver import OtlpReceiver, Span
 
 DEADLINE_S: Final = 120.0
-NOWHERE: Final = "http://127.0.0.1:1"
-"""Where nobody listens: what a test does not look at must not reach an engine that happens to run here."""
 
 
 def send_run(directory: Path, endpoint: str, *script: str, run_id: str = "run-1", **variables: str) -> Path:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from otel_dflash.stack.engines import collector_directory
 from otel_dflash.stack.native import NAMES
 from otel_dflash.stack.services import SERVICES
 from tests.compose import Loader
-from tests.stack.conftest import need_engine
+from tests.stack.conftest import READ, need_engine
+from tests.stack.nodes import TIERS
 
 DIRECTORY = collector_directory()
 README = (DIRECTORY / "README.md").read_text()
 SNIPPETS = dict(re.findall(r"```yaml\n# (\S+)\n(.*?)```", README, re.DOTALL))
-READ = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
+WIRING = {
+    *("receivers", "processors", "exporters", "extensions", "endpoint", "hostnames", "trace_storage", "topic", "topics", "encoding"),
+    *("name", "service.name", "key", "action", "type", "value", "keys", "values"),
+}
+"""Settings that say what is connected to what, and where: the files themselves."""
 CONTAINERS_ONLY = {"GRAFANA_PORT", "GRAFANA_ADMIN_PASSWORD"}
 
 
@@ -39,6 +46,23 @@ def test_the_table_of_files_names_every_file() -> None:
     named = set(re.findall(r"`([\w.-]+\.yaml|[a-z]+/)`", README.partition("## Files")[2].partition("## Variables")[0]))
     there = {f"{path.name}/" if path.is_dir() else path.name for path in DIRECTORY.iterdir()}
     assert named == {name for name in there if name != "README.md" and not name.startswith("__")}
+
+
+def settings(node: Any) -> set[str]:
+    """Return the keys of a configuration that have a value of their own."""
+    if isinstance(node, list):
+        return set().union(*map(settings, node))
+    if not isinstance(node, dict):
+        return set()
+    return {key for key, value in node.items() if not isinstance(value, dict)}.union(*map(settings, node.values()))
+
+
+@pytest.mark.parametrize("name", ["otelcol", "jaeger", "prometheus", "tls", *TIERS])
+def test_every_setting_is_explained(name: str) -> None:
+    text = README + (DIRECTORY.parent / "docs" / "tls.md").read_text()
+    found = settings(yaml.safe_load((DIRECTORY / f"{name}.yaml").read_text()))
+    assert found
+    assert {setting for setting in found - WIRING if not re.search(rf"\b{setting}\b", text)} == set()
 
 
 @pytest.mark.parametrize("name", [name for name in SNIPPETS if not name.endswith(".compose.yaml")])

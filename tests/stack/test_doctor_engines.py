@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
 
-from otel_dflash.stack.services import SERVICES
 from tests.certificates import Certificates
 from tests.doctoring import GRPC, HTTP, Doctor, HttpServer, closed_port, run_doctor, wrong
-from tests.stack.conftest import Stack, Started
+from tests.stack.conftest import Stack, Started, configured
 
 TOKEN = "c0ffee-5f1e4b"
 SEEN = ["ok seen in Jaeger: trace ID", "ok seen in Prometheus: dflash_doctor_canary_seconds"]
@@ -52,6 +51,25 @@ def test_the_whole_path(doctor: Doctor, stack: Stack, places: Path, tmp_path: Pa
     assert "\x1b" not in out
 
 
+@pytest.mark.parametrize("hung", ["Jaeger", "Prometheus"])
+def test_one_that_hangs_is_named_and_no_other(doctor: Doctor, stack: Stack, hung: str) -> None:
+    collector, jaeger, prometheus = start_all(stack)
+    one = {"Jaeger": jaeger, "Prometheus": prometheus}[hung]
+    assert one.process
+    one.process.send_signal(signal.SIGSTOP)
+    lines = doctor(
+        collector.url("OTELCOL_GRPC_PORT"),
+        jaeger=jaeger.url("JAEGER_QUERY_HTTP_PORT"),
+        prometheus=prometheus.url("PROMETHEUS_PORT"),
+        timeout_s=6,
+    )
+    assert wrong(lines) == [
+        f"seen in {hung}: http://127.0.0.1:PORT does not answer in time; see the log of {hung}, or mend --{hung.lower()}"
+    ]
+    assert [line for line in SEEN if line in lines] == [line for line in SEEN if hung not in line]
+    assert doctor.took_s < 8
+
+
 def test_a_collector_whose_exporter_is_refused(doctor: Doctor, stack: Stack) -> None:
     """It drops the span and counts it, in metrics of its own that it pushes to Prometheus every 10 s."""
     prometheus = stack.start("prometheus")
@@ -81,8 +99,8 @@ def test_a_collector_whose_exporter_fails(doctor: Doctor, stack: Stack) -> None:
     url = collector.url("OTELCOL_GRPC_PORT")
     backends = {"jaeger": missing.url("JAEGER_QUERY_HTTP_PORT"), "prometheus": prometheus.url("PROMETHEUS_PORT")}
     assert wrong(doctor(url, **backends, timeout_s=14)) == [  # type: ignore[arg-type]
-        "seen in Jaeger: the collector took the span and cannot pass it on: 1 in the queue of its exporter otlp_http/traces, none sent; "
-        "start what that sends to, or mend its endpoint (the collector's log says why)"
+        "seen in Jaeger: the collector took the span and cannot pass it on: it waits in the queue of its exporter otlp_http/traces, "
+        "and nothing is sent; start what that sends to, or mend its endpoint (the collector's log says why)"
     ]
     assert wrong(doctor(url, jaeger=backends["jaeger"], timeout_s=2)) == [
         "seen in Jaeger: the collector took the span, and Jaeger has not shown it within 2 s; look at the collector's exporter and log, "
@@ -95,13 +113,14 @@ def test_a_bearer_token(doctor: Doctor, stack: Stack, tmp_path: Path, protocol: 
     certificates = Certificates(tmp_path / "certificates")
     certificate, key = certificates.issue("server")
     (tmp_path / "token").write_text(TOKEN)
-    plain = SERVICES["otelcol"]
-    files = ("OTELCOL_CERT_FILE", "OTELCOL_KEY_FILE", "OTELCOL_CLIENT_CA_FILE", "OTELCOL_TOKEN_FILE")
-    secured = dataclasses.replace(
-        plain, arguments=(*plain.arguments, "--config={config}/tls.yaml"), variables={**plain.variables, **dict.fromkeys(files, "")}
+    collector = stack.start(
+        "otelcol",
+        service=configured("otelcol", "tls"),
+        OTELCOL_CERT_FILE=certificate,
+        OTELCOL_KEY_FILE=key,
+        OTELCOL_CLIENT_CA_FILE=certificates.authority(),
+        OTELCOL_TOKEN_FILE=str(tmp_path / "token"),
     )
-    paths = (certificate, key, certificates.authority(), str(tmp_path / "token"))
-    collector = stack.start("otelcol", service=secured, **dict(zip(files, paths, strict=True)))
     client = certificates.issue("client")
     endpoint = collector.url("OTELCOL_GRPC_PORT" if protocol == GRPC else "OTELCOL_HTTP_PORT").replace("http:", "https:")
 
@@ -138,4 +157,4 @@ def test_the_running_stack_is_where_to_look(doctor: Doctor, stack: Stack, tmp_pa
     assert addresses(local) == urls
     assert addresses({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector.example:4317"}) == {}, "what goes elsewhere is not seen here"
     jaeger.kill()
-    assert addresses(local) == {"Prometheus": urls["Prometheus"]}
+    assert addresses(local) == urls, "what has ended is looked for too, and found missing"

@@ -18,8 +18,11 @@ from tests import test_dashboards
 from tests.running import Running, death, poll
 from tests.stack.conftest import Stack
 from tests.stack.grafana import Grafana
+from tests.stack.sending import environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dflash" / "train.py"
+PAGE = Path(__file__).parents[2] / "docs" / "prometheus.md"
+PROMQL = PAGE.read_text().partition("```promql\n")[2].partition("```")[0]
 NEEDS_A_GPU: set[str] = set()  # titles of panels
 VARIABLES = {"__rate_interval": "20s", "__range": "5m", "run": "trained|failed", "host": ".*", "role": ".*", "gpu": ".*"}
 SHOWN_S = 120.0
@@ -33,17 +36,10 @@ COMPARISON = re.compile(r"\s*(?:[=!]=|[<>]=?)\s*[\d.]+")
 
 def example(directory: Path, endpoint: str, run: str, *flags: str) -> int:
     """Run the example under `otel-dflash run` with simulated GPUs to the end of the delivery; return its exit code."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_DFLASH_METRIC_MS": "500",
-        "OTEL_DFLASH_EXIT_MS": "60000",
-    }
+    variables = environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000")
     started = [sys.executable, "-m", "otel_dflash", "run", "--run-id", run, "--dir", str(directory), "--quiet", "--"]
     trained = [sys.executable, str(EXAMPLE), "--simulate", "--targets", "2", "--drafters", "2", *flags]
-    return subprocess.run([*started, *trained], env=environment, capture_output=True, timeout=100, check=False).returncode
+    return subprocess.run([*started, *trained], env=variables, capture_output=True, timeout=100, check=False).returncode
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,16 @@ def test_every_panel_shows_data_and_names_its_series(where: str, target: dict[st
     named = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
     unnamed = [labels for labels, _ in prometheus.panel(target, VARIABLES, SHOWN_S) if not all(labels.get(name) for name in named)]
     assert unnamed == []
+
+
+@pytest.mark.parametrize("query", [line for line in PROMQL.splitlines() if not line.startswith("#")])
+def test_the_queries_of_the_page_answer(query: str, prometheus: Grafana) -> None:
+    assert prometheus.range(query.replace("[5m]", "[20s]"), SHOWN_S)
+
+
+def test_the_page_names_every_metric(prometheus: Grafana) -> None:
+    documented = set(re.findall(r"^\| `dflash\.[\w.]+` \| `(dflash_\w+)`", PAGE.read_text(), re.MULTILINE))
+    assert documented == set(prometheus.variable('label_values({__name__=~"dflash_.*"}, __name__)', VARIABLES))
 
 
 def test_nothing_needs_a_gpu_that_does_not_exist() -> None:

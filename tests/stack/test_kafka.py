@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.otlp_receiver import OtlpReceiver
 from tests.running import poll
 from tests.stack.conftest import Stack
@@ -14,6 +16,7 @@ from tests.stack.nodes import ADDRESSES, KAFKA_GATEWAY, KAFKA_NODE, TwoNodes, aw
 KAFKA_S = 120.0
 
 
+@pytest.mark.timeout(300)
 def test_kills_of_collector_gateway_and_broker_lose_nothing(stack: Stack, tmp_path: Path) -> None:
     with KafkaBroker(tmp_path / "kafka") as kafka, OtlpReceiver() as receiver, TwoNodes(tmp_path) as run:
         gateway = stack.start(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import struct
 import subprocess
@@ -23,6 +22,7 @@ from tests.planted import PlantedRing, agent_frame
 from tests.running import Running, poll
 from tests.stack.conftest import Stack
 from tests.stack.prometheus_api import Prometheus
+from tests.stack.sending import environment
 from tests.whole_run import TESTS
 
 MS = 1_000_000
@@ -60,10 +60,10 @@ def steps(ring: PlantedRing, count: int, at_s: float) -> Frame:
 
 def replay(recording: Path, prometheus: Prometheus, **variables: str) -> subprocess.CompletedProcess[str]:
     """Send a recording's metrics by the command that a user has."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **prometheus.environment(), **variables}
     command = [sys.executable, "-m", "otel_dflash", "replay", recording.name, "--dir", str(recording.parent), "--timeout", "60"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(
+        command, env=environment(**prometheus.environment(), **variables), capture_output=True, text=True, timeout=90, check=False
+    )
 
 
 def fill(prometheus: Prometheus, directory: Path) -> None:
@@ -328,19 +328,11 @@ def test_exemplars_of_a_sampled_run_lead_to_traces_that_were_sent(stack: Stack, 
 
 def trained(directory: Path, endpoint: str, **variables: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
     """Run the example to the end of the delivery; return what it counted."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_DFLASH_METRIC_MS": "500",
-        "OTEL_DFLASH_EXIT_MS": "60000",
-        **variables,
-    }
+    settings = environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000", **variables)
     script = [str(TESTS.parent / "examples" / "dflash" / "train.py"), "--simulate", "--targets", "5", "--drafters", "3", "--steps", "60"]
     counted = directory / "counts.json"
     command = [sys.executable, "-m", "otel_dflash", "run", "--dir", str(directory), "--quiet", "--", sys.executable, *script]
-    ran = subprocess.run([*command, "--counts", str(counted)], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    ran = subprocess.run([*command, "--counts", str(counted)], env=settings, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(counted.read_text())
     return found

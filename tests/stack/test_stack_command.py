@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from otel_dflash.session import process_start
-from otel_dflash.stack import native, state
-from otel_dflash.stack.engines import ENGINES, program_path
+from otel_dflash.stack import native
+from otel_dflash.stack.engines import ENGINES
 from otel_dflash.stack.native import NAMES
-from otel_dflash.stack.services import SERVICES
 from tests.processes import poll
-from tests.stack.conftest import free_ports, need_engine
+from tests.stack.conftest import free_ports
+from tests.stack.host import DEADLINE_S, PORTS, Host, numberless, stand_in
 from tests.stack.jaeger_api import Jaeger
 
-DEADLINE_S = 100
-PORTS = [name for service in NAMES for name in SERVICES[service].variables if name.endswith("_PORT")]
-NEVER_HEALTHY = "#!/bin/sh\nexec sleep 600\n"
 TRAINER = """
 import otel_dflash
 worker = otel_dflash.start().worker("target", 0)
@@ -34,93 +28,6 @@ for _ in range(3):
     with worker.step() as step, worker.forward:
         step.set(tokens=1)
 """
-
-
-class Host:
-    """A user's environment, and what they start in it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-        self.environment: dict[str, str] = {
-            **kept,
-            **self.ports,
-            "XDG_STATE_HOME": str(directory / "state"),
-            "OTEL_DFLASH_DIR": str(directory / "runs"),
-            "DOCKER_HOST": f"unix://{directory}/no-docker.sock",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "COLUMNS": "80",
-        }
-        self.state = directory / "state" / "otel-dflash" / "stack"
-        self.begun: list[subprocess.Popen[str]] = []
-
-    def begin(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        """Start `otel-dflash` with these arguments."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "otel_dflash", *arguments],
-            env={**self.environment, **variables},
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.begun.append(process)
-        return process
-
-    def run(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
-        """Return exit code, stdout and stderr of `otel-dflash`; pids as N."""
-        process = self.begin(*arguments, **variables)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, numberless(out), err
-
-    def pids(self) -> dict[str, int]:
-        """Return what stack.json says."""
-        file = self.state / "stack.json"
-        services = json.loads(file.read_text())["services"] if file.exists() else {}
-        return {name: service["pid"] for name, service in services.items()}
-
-    def end(self) -> None:
-        for process in self.begun:
-            process.kill()
-            process.communicate()
-        for pid in self.pids().values():
-            if process_start(pid):
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    host = Host(tmp_path)
-    yield host
-    host.end()
-
-
-@pytest.fixture
-def engines(host: Host) -> Host:
-    """A host where the engines are built."""
-    for name in NAMES:
-        need_engine(name)
-    return host
-
-
-@pytest.fixture
-def planted(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """A host whose engines run but never get healthy."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(host.directory / "cache"))
-    host.environment["XDG_CACHE_HOME"] = str(host.directory / "cache")
-    for name in NAMES:
-        path = program_path(ENGINES[name])
-        path.parent.mkdir(parents=True)
-        path.write_text(NEVER_HEALTHY)
-        path.chmod(0o755)
-    return host
-
-
-def numberless(text: str) -> str:
-    text = re.sub(r"pid \d+", "pid N", text)
-    return re.sub(r"(?m)^(\w+ +(?:healthy|not healthy|ended) +)\d+( +)", r"\1N\2", text)
 
 
 def addresses(ports: Mapping[str, str]) -> str:
@@ -163,7 +70,7 @@ def test_up_twice_is_up_once_status_shows_it_and_down_ends_it(engines: Host) -> 
     assert (engines.state / "jaeger" / "keys").is_dir()
     removed = f"data and logs removed from {engines.state}\n"
     assert engines.run("stack", "down", "--volumes") == (0, f"nothing to stop\n{removed}", "")
-    assert sorted(path.name for path in engines.state.iterdir()) == ["lock", "stack.json"]
+    assert list(engines.state.iterdir()) == []
 
 
 def test_a_service_that_died_is_started_again_where_it_was_and_the_others_are_left_alone(engines: Host) -> None:
@@ -267,51 +174,6 @@ def test_an_interrupted_up_stops_what_it_started(number: signal.Signals, code: i
     assert planted.pids() == {}
 
 
-def test_an_up_that_was_killed_is_gone_on_with_and_undone(planted: Host) -> None:
-    killed = planted.begin("stack", "up")
-    poll(planted.pids)
-    killed.kill()
-    killed.wait(DEADLINE_S)
-    pid = planted.pids()["prometheus"]
-    assert process_start(pid)
-    code, out, _ = planted.run("stack", "down")
-    assert (code, out.splitlines()[0]) == (0, "prometheus stopped")
-    assert process_start(pid) is None
-
-
-def test_down_ends_no_process_that_has_the_pid_of_one_that_was_started(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
-    with sleeping() as process:
-        host.state.mkdir(parents=True)
-        state.write(state.Stack({"jaeger": state.Started(process.pid, (process_start(process.pid) or 0) - 1, "2.13.0", {})}))
-        code, out, err = host.run("stack", "down")
-        assert (code, out.splitlines()[0], err) == (0, "jaeger had ended already", "")
-        assert process.poll() is None
-
-
-def test_what_does_not_end_is_killed_after_a_while(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
-    monkeypatch.setattr(native, "TERM_S", 0.2)
-    said: list[str] = []
-    with sleeping("trap '' TERM") as process, state.locked(said.append):
-        state.write(state.Stack({"jaeger": state.Started(process.pid, process_start(process.pid) or 0, "2.13.0", {})}))
-        native.down(said.append)
-        assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    assert said == ["jaeger did not end within 0.2 s and was killed"]
-    assert state.read() == state.Stack()
-
-
-@contextmanager
-def sleeping(before: str = ":") -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that sleeps, after a shell did `before` in it."""
-    with subprocess.Popen(["sh", "-c", f"{before}; exec sleep 600"]) as process:
-        poll(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def test_neither_engines_nor_docker_is_one_line_with_the_remedies(host: Host) -> None:
     said = (
         "otel-dflash: not built here: prometheus jaeger otelcol; build, once, about 22 minutes: "
@@ -372,13 +234,6 @@ echo "$@" >> {directory}/docker-was-asked
 case "$*" in *--images*) echo "a:1"; echo "b:2";; esac
 exit 0
 """
-
-
-def stand_in(host: Host, script: str) -> None:
-    """Put a `docker` into the host's directory."""
-    docker = host.directory / "docker"
-    docker.write_text(f"#!/bin/sh\n{script}\n")
-    docker.chmod(0o755)
 
 
 def test_where_docker_answers_and_has_the_images_compose_is_asked(host: Host) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -15,16 +14,14 @@ from pathlib import Path
 import pytest
 
 from otel_dflash.stack.engines import collector_directory
-from otel_dflash.stack.services import SERVICES
 from tests.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
 from tests.running import DEADLINE_S, TESTS, Running, death, poll, received_by_name, repeated, spans_by_name
-from tests.stack.conftest import Stack, Started
+from tests.stack.conftest import Stack, Started, configured
 
 PROTOCOLS = ["grpc", "http/protobuf"]
 TOKEN = "c0ffee-5f1e4b"
 COMMAND = (sys.executable, "-m", "otel_dflash")
-FILES = ("OTELCOL_CERT_FILE", "OTELCOL_KEY_FILE", "OTELCOL_CLIENT_CA_FILE", "OTELCOL_TOKEN_FILE")
 
 
 class Secured:
@@ -39,12 +36,9 @@ class Secured:
         token.write_text(TOKEN)
         certificate, key = self.certificates.issue("server")
         self.client = self.certificates.issue("client", "trainer.example")
-        plain = SERVICES["otelcol"]
         self.collector: Started = stack.start(
             "otelcol",
-            service=dataclasses.replace(
-                plain, arguments=(*plain.arguments, "--config={config}/tls.yaml"), variables={**plain.variables, **dict.fromkeys(FILES, "")}
-            ),
+            service=configured("otelcol", "tls"),
             OTELCOL_CERT_FILE=certificate,
             OTELCOL_KEY_FILE=key,
             OTELCOL_CLIENT_CA_FILE=self.certificates.authority(),

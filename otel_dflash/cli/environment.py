@@ -1,0 +1,90 @@
+"""The environments of `otel-dflash run`: what the agent is told by flags, and what the command is not told."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from otel_dflash import config
+from otel_dflash.config import ConfigError
+from otel_dflash.session import Session
+
+if TYPE_CHECKING:
+    from otel_dflash.stack.control import Addresses
+
+ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
+SIGNAL_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+SIGNAL_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")
+HEADER_VARIABLE: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?HEADERS")
+EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE, config.KEEP_VARIABLE)
+
+
+def endpoint_of(environment: Mapping[str, str]) -> str:
+    """Return the endpoint that an environment names, of both signals or of one; "" for none."""
+    return next((environment[name] for name in (ENDPOINT_VARIABLE, *SIGNAL_ENDPOINT_VARIABLES) if environment.get(name)), "")
+
+
+def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol: str | None) -> dict[str, str]:
+    """Return the agent's environment: the user's, with the flags over it, also over the variables of one signal.
+
+    Raises:
+        ConfigError: The endpoint has no scheme.
+    """
+    if endpoint is not None and "://" not in endpoint:  # the SDK would take it for TLS
+        raise ConfigError(f"the endpoint has no scheme, got {endpoint!r}; try http://{endpoint} (or https://)")
+    changed = dict(environment)
+    for value, variable, narrower in (
+        (endpoint, ENDPOINT_VARIABLE, SIGNAL_ENDPOINT_VARIABLES),
+        (protocol, PROTOCOL_VARIABLE, SIGNAL_PROTOCOL_VARIABLES),
+    ):
+        if value is not None:
+            changed[variable] = value
+            for name in narrower:
+                changed.pop(name, None)
+    return changed
+
+
+def with_stack(environment: Mapping[str, str], stack: Addresses, protocol: str | None) -> dict[str, str]:
+    """Return the agent's environment: it sends to the stack of this host, whatever other endpoint is set, and by no proxy."""
+    protocol = protocol or environment.get(PROTOCOL_VARIABLE) or "grpc"
+    changed = with_endpoint(environment, stack.endpoint(protocol), protocol)
+    around = ",".join(filter(None, (changed.get("no_proxy") or changed.get("NO_PROXY"), "127.0.0.1")))
+    return {**changed, "no_proxy": around, "NO_PROXY": around}
+
+
+def of_command(environment: Mapping[str, str], joined: Session, pass_headers: bool) -> dict[str, str]:
+    """Return the command's environment. Every child of it inherits the session, none the collector's credentials, unless `pass_headers`."""
+    changed = {**environment, config.SESSION_VARIABLE: str(joined.path)}
+    if not pass_headers:
+        for name in filter(HEADER_VARIABLE.fullmatch, environment):
+            del changed[name]
+    return changed
+
+
+def take_up(endpoint: str | None, protocol: str | None) -> None:
+    """Make os.environ what an agent with these flags would find.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+    changed = with_endpoint(os.environ, endpoint, protocol)
+    validate(changed)
+    os.environ.clear()
+    os.environ.update(changed)
+
+
+def validate(environment: Mapping[str, str]) -> None:
+    """Check the exporter settings now: the agent would find out when training goes on already.
+
+    Raises:
+        ConfigError: An endpoint, a protocol, an exporter's name, a header file cannot work.
+    """
+    if not any(name.startswith(EXPORTER_PREFIXES) for name in environment):
+        return  # and load no SDK for it
+    from otel_dflash.agent import exporters, sampling
+
+    exporters.validate_environment(environment)
+    sampling.Sampling.from_environment(environment)
