@@ -47,3 +47,10 @@ def telemetry(session: Session) -> Iterator[otel_dflash.Telemetry]:
     yield telemetry
     telemetry.close()
     atexit.unregister(telemetry.close)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what was left out because no engine is built."""
+    left_out = [report for report in terminalreporter.stats.get("skipped", []) if "make engines" in str(report.longrepr)]
+    if left_out:
+        terminalreporter.write_line(f"{len(left_out)} tests against a real collector, Jaeger, Prometheus or Kafka were left out: make engines")

@@ -290,8 +290,10 @@ def test_a_run_of_five_targets_and_three_drafters(stack: Stack, receiver: OtlpRe
         "dflash_telemetry_drop_reason",
         "dflash_telemetry_sink",
     }
-    spans = {(span.trace_id, span.span_id): span for span in receiver.spans()}
     shown = prometheus.exemplars('{__name__=~"dflash_(phase|step)_duration_seconds"}', started_s, time.time() + 60)
+    ids = {(one["labels"]["trace_id"], one["labels"]["span_id"]) for _, exemplars in shown for one in exemplars}
+    poll(lambda: ids <= {(span.trace_id, span.span_id) for span in receiver.spans()}, SHOWN_S)
+    spans = {(span.trace_id, span.span_id): span for span in receiver.spans()}
     steps = {(role, index, "step") for role, index, _ in phases}
     assert {(labels["dflash_worker_role"], labels["dflash_worker_id"], labels.get("dflash_phase", "step")) for labels, _ in shown} == {
         *phases,
