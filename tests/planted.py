@@ -38,10 +38,10 @@ class PlantedRing:
     def phase(self, name: str, start: int, end: int, state: str = "busy", error: str | None = None) -> None:
         self.slot(1, self.name(3, f"{state} {name}"), error, start, end, self.ring + self.serial + 1)
 
-    def step(self, start: int, end: int, tokens: int = UNSET_TOKENS, error: str | None = None) -> None:
+    def step(self, start: int, end: int, tokens: int = UNSET_TOKENS, error: str | None = None, loss_tokens: int = UNSET_TOKENS) -> None:
         self.serial += 1
         thread = self.name(4, json.dumps({"id": 7, "name": "worker"}))
-        self.slot(2, thread, error, start, end, self.ring + self.serial, tokens, UNSET_TOKENS, 0, 0)
+        self.slot(2, thread, error, start, end, self.ring + self.serial, tokens, loss_tokens, 0, 0)
 
     def consumed(self, time: int, producer: int, queue: str = "hidden_states") -> None:
         name = self.name(5, json.dumps({"name": queue, "capacity": None, "min_ready": None}))

@@ -60,7 +60,7 @@ def test_every_metric_of_a_small_run() -> None:
     target.phase("queue_get", 10 * MS, 30 * MS, "starved")
     target.phase("model_forward", 40 * MS, 60 * MS)
     target.phase("model_forward", 60 * MS, 80 * MS, error="ValueError")
-    target.step(10 * MS, 90 * MS, tokens=512)
+    target.step(10 * MS, 90 * MS, tokens=512, loss_tokens=200)
     target.phase("model_forward", 120 * MS, 140 * MS)  # in a step that has not ended: 30 ms before it are not settled
     drafter = PlantedRing(2, "drafter", 7, pid=200, created_ns=20 * MS)
     figures = agent_frame(7 * MS, -2_000, {1: 0.25}, cost=1300.0, lags={"spans": 1.5, "metrics": 0})
@@ -119,6 +119,7 @@ def test_every_metric_of_a_small_run() -> None:
             },
             "worker.batches": {"role=target id=0 gpu.index=3": 1},
             "worker.tokens": {"role=target id=0 gpu.index=3": 512},
+            "training.tokens": {"role=target token.type=input": 512, "role=target token.type=loss": 200},
             "telemetry.events": {"role=target id=0 gpu.index=3": 5},
             "telemetry.events.dropped": {
                 f"role=target id=0 gpu.index=3 telemetry.drop.reason={reason}": count for reason, count in {**idle, "ring_full": 3}.items()
@@ -144,6 +145,17 @@ def test_every_metric_of_a_small_run() -> None:
             "telemetry.lag": {"telemetry.sink=metrics": 0.0, "telemetry.sink=spans": 1.5},
         },
     }
+
+
+def test_the_share_of_loss_tokens_is_of_steps_that_say_both() -> None:
+    target = PlantedRing(1, "target", 0)
+    target.step(0, 1, tokens=100, loss_tokens=0)
+    target.step(1, 2, tokens=300, loss_tokens=60)
+    target.step(2, 3, tokens=1000)
+    target.step(3, 4, loss_tokens=5)
+    (resource,) = flat(data_of([target.flush()], target)).values()
+    assert resource["worker.tokens"] == {"role=target id=0": 1400}
+    assert resource["training.tokens"] == {"role=target token.type=input": 400, "role=target token.type=loss": 60}
 
 
 def test_a_metric_carries_its_definition_and_times_of_the_recording() -> None:

@@ -32,6 +32,7 @@ from collector.grafana.promql import (
     STEPS,
     TIME,
     TOKENS,
+    TRAINING_TOKENS,
     VARIABLES,
     WORKER,
     WORKER_LEGEND,
@@ -127,6 +128,18 @@ PIPELINE: Final = Dashboard(
                 (Query(rate(TOKENS, ROLE), "{{dflash_worker_role}}"),),
             ),
             Panel(
+                "Tokens that count in the loss, by role",
+                SHARE,
+                "Of the tokens of steps that say both, by step.set(tokens=..., loss_tokens=...). A step in it is another mix of data, or a "
+                "mask that went wrong: a quarter away from the two hours before raises DflashLossTokenShareJump.",
+                (
+                    Query(
+                        " / ".join(rate(TRAINING_TOKENS, ROLE, f'dflash_token_type="{kind}"') for kind in ("loss", "input")),
+                        "{{dflash_worker_role}}",
+                    ),
+                ),
+            ),
+            Panel(
                 "Busy seconds a step, by worker",
                 SECONDS,
                 "What a step costs a worker without its waits, so a slow worker shows also where a queue hides it. One a quarter above the "
@@ -158,7 +171,7 @@ PIPELINE: Final = Dashboard(
                     ),
                 ),
                 kind="stat",
-                width=24,
+                width=12,
             ),
         ),
     },

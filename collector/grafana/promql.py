@@ -14,6 +14,7 @@ GPU: Final = f'{RUN}, dflash_gpu_index!="", dflash_gpu_index=~"$gpu"'
 TIME: Final = "dflash_worker_time_seconds_total"
 STEPS: Final = "dflash_worker_batches_total"
 TOKENS: Final = "dflash_worker_tokens_total"
+TRAINING_TOKENS: Final = "dflash_training_tokens_total"
 PHASE: Final = "dflash_phase_duration_seconds"
 STEP: Final = "dflash_step_duration_seconds"
 

@@ -66,6 +66,8 @@ class RingTotals:
     not_recorded: int = 0  # sequence numbers that the recording lacks
     steps: int = 0  # STEP records ...
     tokens: int = 0  # ... and their tokens; the ring's own counters know also those whose record was dropped
+    input_tokens: int = 0  # of the steps that say both: their tokens ...
+    loss_tokens: int = 0  # ... and those of them that count in the loss
     fill: float = 0.0  # at the newest drain
     closed: dict[str, Any] | None = None  # the CLOSED frame's payload
     counters: list[int] = field(default_factory=lambda: [0] * len(Counter))
@@ -316,7 +318,11 @@ def _well_formed(rows: NDArray[np.uint64], time_ns: int) -> NDArray[np.bool_]:
 
 def _take_steps(totals: RingTotals, rows: NDArray[np.uint64]) -> None:
     totals.steps += len(rows)
-    totals.tokens += sum(tokens for tokens in rows[:, 4].astype(np.int64).tolist() if tokens > 0)  # UNSET is negative
+    tokens, loss_tokens = rows[:, 4:6].astype(np.int64).T  # UNSET is negative
+    totals.tokens += sum(tokens[tokens > 0].tolist())  # of Python: they may be large
+    both = (tokens >= 0) & (loss_tokens >= 0)
+    totals.input_tokens += sum(tokens[both].tolist())
+    totals.loss_tokens += sum(loss_tokens[both].tolist())
 
 
 def _take_sources(totals: RingTotals, rows: NDArray[np.uint64]) -> None:

@@ -173,6 +173,7 @@ def _worker_metrics(points: _Points, workers: list[_Worker], cost_ns: float | No
     for definition, value in counters:
         numbers = (points.number(worker.attributes, worker.start_ns, worker.sum(value)) for worker in workers)
         metrics.append(_counter(definition, numbers))
+    metrics.append(_counter(semconv.TRAINING_TOKENS, _token_points(points, workers)))
     metrics.append(_counter(semconv.TELEMETRY_EVENTS_DROPPED, (point for worker in workers for point in _dropped_points(points, worker))))
     fills = (points.number(worker.attributes, worker.start_ns, max(totals.fill for totals, _ in worker.rings)) for worker in workers)
     metrics.append(_gauge(semconv.TELEMETRY_RING_UTILIZATION, fills))
@@ -203,11 +204,25 @@ def _histograms(definition: _Definition, points: _Points, workers: list[_Worker]
     return _metric(definition, ExponentialHistogram(found, AggregationTemporality.CUMULATIVE))
 
 
-def _count_points(points: _Points, workers: list[_Worker]) -> Iterable[NumberDataPoint]:
+def _by_role(workers: list[_Worker]) -> Iterable[tuple[str, int, list[_Worker]]]:
+    """Yield (role, start in wall ns, workers)."""
     for role in sorted({worker.role for worker in workers}):
         of_role = [worker for worker in workers if worker.role == role]
+        yield role, min(worker.start_ns for worker in of_role), of_role
+
+
+def _token_points(points: _Points, workers: list[_Worker]) -> Iterable[NumberDataPoint]:
+    for role, start_ns, of_role in _by_role(workers):
+        tokens = sum(worker.sum(lambda totals: totals.input_tokens) for worker in of_role)
+        if tokens:
+            loss_tokens = sum(worker.sum(lambda totals: totals.loss_tokens) for worker in of_role)
+            for kind, count in ((semconv.TOKEN_INPUT, tokens), (semconv.TOKEN_LOSS, loss_tokens)):
+                yield points.number({semconv.WORKER_ROLE: role, semconv.TOKEN_TYPE: kind}, start_ns, count)
+
+
+def _count_points(points: _Points, workers: list[_Worker]) -> Iterable[NumberDataPoint]:
+    for role, start_ns, of_role in _by_role(workers):
         ended = sum(all(totals.closed for totals, _ in worker.rings) for worker in of_role)
-        start_ns = min(worker.start_ns for worker in of_role)
         for state, count in ((semconv.STATE_RUNNING, len(of_role) - ended), (semconv.STATE_ENDED, ended)):
             yield points.number({semconv.WORKER_ROLE: role, semconv.STATE: state}, start_ns, count)
 

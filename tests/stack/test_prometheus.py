@@ -283,6 +283,7 @@ def test_a_run_of_five_targets_and_three_drafters(stack: Stack, receiver: OtlpRe
         "dflash_run_id",
         "dflash_gpu_index",
         "dflash_phase",
+        "dflash_token_type",
         "dflash_worker_role",
         "dflash_worker_id",
         "dflash_worker_state",
