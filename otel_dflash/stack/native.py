@@ -26,6 +26,9 @@ DERIVED: Final = {
 }
 """Variables that follow others unless they are given."""
 
+ROOM_BYTES: Final = 256 << 20
+"""What must be free before anything is started: on a full disk the engines begin, say that they are healthy, and keep nothing."""
+
 TERM_S: Final = 15.0
 """How long a service may take to end itself: the collector sends what it holds."""
 
@@ -56,12 +59,14 @@ def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
 
     Raises:
         ConfigError: A variable is wrong.
-        EngineError: An engine is not built, a port is busy, a service does not get healthy or runs with other settings.
+        EngineError: An engine is not built, the disk is full, a port is busy, a service does not get healthy or runs with other settings.
     """
     stack = state.read()
     running = stack.alive()
     values = variables(environment, stack.variables())
     require_engines([SERVICES[name] for name in NAMES if name not in running])
+    if len(running) < len(NAMES):
+        _require_room()
     for name, started in running.items():
         _require_same(name, started, values)
     services = dict(stack.services)
@@ -81,6 +86,15 @@ def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
             say(f"stopped again what this command had started: {', '.join(begun)}")
         raise
     return values
+
+
+def _require_room() -> None:
+    free_bytes = shutil.disk_usage(state.directory()).free
+    if free_bytes < ROOM_BYTES:
+        raise EngineError(
+            f"{state.directory()} has {free_bytes >> 20} MiB free, and the stack needs {ROOM_BYTES >> 20} MiB to begin with; "
+            "free some space, or point XDG_STATE_HOME at a larger disk"
+        )
 
 
 def down(say: Say) -> None:

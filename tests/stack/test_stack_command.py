@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -227,6 +228,24 @@ def test_a_state_directory_that_cannot_be_written_is_one_line(host: Host) -> Non
     said = f"otel-dflash: {place}/otel-dflash/stack cannot hold the stack's data: not a directory; "
     said += "point XDG_STATE_HOME at a directory of yours\n"
     assert host.run("stack", "up", "--native", XDG_STATE_HOME=str(place)) == (1, "", said)
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_started(planted: Host) -> None:
+    place = planted.directory / "small"
+    place.mkdir()
+    own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    up = f"mount -t tmpfs -o size=8m tmpfs {place} || exit 99; exec {sys.executable} -m otel_dflash stack up --native"
+    environment = {**planted.environment, "XDG_STATE_HOME": str(place)}
+    command = ["unshare", *own_user, "--mount", "sh", "-c", up]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if result.returncode == 99 or result.stderr.startswith("unshare:"):
+        pytest.skip(f"this machine allows no tmpfs of our own: {result.stderr.strip()}")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        1,
+        "",
+        f"otel-dflash: {place}/otel-dflash/stack has 8 MiB free, and the stack needs 256 MiB to begin with; "
+        "free some space, or point XDG_STATE_HOME at a larger disk\n",
+    )
 
 
 DOCKER = """
