@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.stack.kafka_broker import KafkaBroker
 from tests.stack.nodes import ADDRESSES, KAFKA_GATEWAY, KAFKA_NODE, TwoNodes, await_live, step_totals, steps
 
 KAFKA_S = 120.0
+FAULTS = 4  # of broker, node collector, backend and gateway
 
 
 @pytest.mark.timeout(300)
@@ -51,4 +53,4 @@ def test_kills_of_collector_gateway_and_broker_lose_nothing(stack: Stack, tmp_pa
         poll(lambda: step_totals([receiver]) == steps([receiver]), KAFKA_S)
         arrived = receiver.spans()
     assert {span.span_id for span in arrived} == expected
-    assert len(arrived) - len(expected) <= len(expected) * 0.3
+    assert max(Counter(span.span_id for span in arrived).values()) <= 1 + FAULTS, "a fault doubles what was under way, once"
