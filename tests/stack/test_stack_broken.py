@@ -132,7 +132,8 @@ def test_an_xdg_path_that_is_not_absolute_does_not_count_and_no_home_is_said(mon
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert state.directory() == tmp_path / ".local" / "state" / "otel-dflash" / "stack"
     assert cache_directory() == tmp_path / ".cache" / "otel-dflash" / "engines"
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user of a container whom no passwd has
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)  # a user of a container whom no passwd has
     for find, variable in ((state.directory, "XDG_STATE_HOME"), (cache_directory, "XDG_CACHE_HOME")):
         with pytest.raises(EngineError) as caught:
             find()
