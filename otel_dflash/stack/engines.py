@@ -93,13 +93,14 @@ class Workshop:
             pass_fds=(self.lock,),
             start_new_session=True,
         )
+        printed = None
         try:
             printed, _ = process.communicate()
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
+        finally:
+            if printed is None:  # interrupted
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
         if process.returncode:
             raise _failure(command, process.returncode, printed)
 

@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Final
 
 from otel_dflash.config import ConfigError
@@ -70,22 +71,26 @@ def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
     for name, started in running.items():
         _require_same(name, started, values)
     services = dict(stack.services)
-    try:
+    with ExitStack() as undo:
+        undo.callback(_stop_begun, say, stack, services)
         for name in NAMES:
             if name not in running:
                 _start(SERVICES[name], values, services)
             started = services[name]
             wait_healthy(SERVICES[name], started, state.directory(), started.variables)
             say(f"{name} {started.version} {'runs already' if name in running else 'runs'}: pid {started.pid}")
-    except BaseException:
-        begun = [name for name in NAMES if services.get(name) is not stack.services.get(name)]
-        for name in reversed(begun):
-            _end(services.pop(name))
-        state.write(Stack(services))
-        if begun:
-            say(f"stopped again what this command had started: {', '.join(begun)}")
-        raise
+        undo.pop_all()
     return values
+
+
+def _stop_begun(say: Say, stack: Stack, services: dict[str, Started]) -> None:
+    """End those of `services` that `stack` did not have."""
+    begun = [name for name in NAMES if services.get(name) is not stack.services.get(name)]
+    for name in reversed(begun):
+        _end(services.pop(name))
+    state.write(Stack(services))
+    if begun:
+        say(f"stopped again what this command had started: {', '.join(begun)}")
 
 
 def _require_room() -> None:
