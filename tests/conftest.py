@@ -12,6 +12,7 @@ import pytest
 import otel_dflash
 from otel_dflash.session import Session, create_session
 from otel_dflash.trainer import telemetry as telemetry_module
+from tests.otlp_receiver import OtlpReceiver
 
 # A shell starts background jobs with these ignored, and children inherit that: the tests send them as a terminal does.
 for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
@@ -38,6 +39,13 @@ def session(places: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     session = create_session("run-1")
     monkeypatch.setenv("OTEL_DFLASH_SESSION", str(session.path))
     return session
+
+
+@pytest.fixture
+def receiver() -> Iterator[OtlpReceiver]:
+    """A real OTLP server, gRPC and HTTP."""
+    with OtlpReceiver() as receiver:
+        yield receiver
 
 
 @pytest.fixture

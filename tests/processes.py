@@ -41,6 +41,12 @@ while kill -0 $PPID 2>/dev/null && for entry in "$2"/process-*; do test -e "$ent
 TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a child that knows nothing of this one's telemetry and proxies."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+
+
 def user_environment(directory: Path) -> dict[str, str]:
     """Return the environment of a user without any OpenTelemetry setting, and the stand-in for the agent."""
     agent = directory / "agent"

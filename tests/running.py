@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from otel_dflash.agent.frames import Frame
 from otel_dflash.agent.recording import RecordingReader
 from otel_dflash.session import create_session, register_process, remove_session
 from tests.otlp_receiver import OtlpReceiver, Span
+from tests.processes import clean_environment
 
 DEADLINE_S = 60.0
 TESTS = Path(__file__).parent
@@ -27,15 +27,13 @@ class Running:
     """A session, its trainer, and its agents. The test itself is a member until `end`, so that no agent leaves early. Context manager."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
         self.session = create_session(directory=directory / "runs")
         self.environment = {
-            **kept,
+            **clean_environment(),
             "OTEL_DFLASH_SESSION": str(self.session.path),
             "OTEL_DFLASH_DRAIN_MS": "20",
             "OTEL_DFLASH_METRIC_MS": "300",
             "OTEL_DFLASH_EXIT_MS": "30000",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             **variables,
         }
         self.member = register_process(self.session)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ from tests.otlp_receiver import OtlpReceiver
 from tests.whole_run import TESTS, Ran, run
 
 STATES = {"busy", "starved", "backpressured", "lock_wait", "other"}
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 def run_that_read_its_clock_in_time(directory: Path, receiver: OtlpReceiver) -> Ran:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from tests.otlp_receiver import OtlpReceiver, SilentServer
 from tests.running import Running, assert_exact, death, dropped, poll, received_by_name, repeated, spans_by_name, totals_received
 
 PROTOCOLS = ["grpc", "http/protobuf"]
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from otel_dflash.config import ConfigError
@@ -14,12 +12,6 @@ from tests.otlp_receiver import OtlpReceiver
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return Doctor(monkeypatch)
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 @pytest.mark.parametrize(("option", "name", "port"), [("jaeger", "Jaeger", 16686), ("prometheus", "Prometheus", 9090)])

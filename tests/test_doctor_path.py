@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -33,12 +32,6 @@ NAMES = {GRPC: "gRPC", HTTP: "HTTP"}
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch) -> Doctor:
     return Doctor(monkeypatch)
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 @pytest.fixture(scope="module")

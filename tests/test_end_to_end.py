@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.whole_run import DEADLINE_S, TESTS, Ran, run
 EXAMPLE = TESTS.parent / "examples" / "dflash" / "train.py"
 Counts = dict[tuple[str, str, str], int]
 """(role, index, phase or "step") -> how often."""
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 def recorded(recording: Path) -> tuple[Counts, dict[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,6 @@ with open(sys.argv[1], "w") as file:
 """
 
 ANYWHERE = ("thread.id", "thread.name", "dflash.clock.domain", "dflash.queue.residence")
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 def worker(role: str, index: str, gpu: int | None = None, **more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from tests.running import DEADLINE_S, Running, assert_exact, death, poll, receiv
 BATCH = 512  # spans in flight at a kill
 DRIVER = str(Path(agent_killed_at.__file__))
 AT_THE_END = ("closed_written_ring_not_removed", "session_half_removed")
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 def feed_until_dead(running: Running, agent: subprocess.Popen[bytes], steps: int) -> None:

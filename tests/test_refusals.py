@@ -39,12 +39,6 @@ INVALID = {
 }
 
 
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
 @pytest.fixture(params=["grpc", "http/protobuf"])
 def protocol(request: pytest.FixtureRequest, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> str:
     """The one that exporters made in this test speak with the receiver."""

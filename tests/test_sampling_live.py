@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,12 @@ import pytest
 from otel_dflash.agent.sampling import Sampling
 from tests import agent_killed_at
 from tests.otlp_receiver import OtlpReceiver
+from tests.processes import clean_environment
 from tests.running import Running, death, poll, spans_by_name, totals_received
 from tests.test_sampling import sent
 
 DRIVER = str(Path(agent_killed_at.__file__))
 TENTH = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.1", "OTEL_DFLASH_KEEP": "slow,error"}
-
-
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
 
 
 def replayed(recording: Path, environ: dict[str, str]) -> dict[str, bytes]:
@@ -89,10 +82,16 @@ def test_a_kill_loses_nothing_that_is_kept(point: str, number: int, tmp_path: Pa
 
 
 def run_command(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OTEL_DFLASH_DIR": str(directory), **variables}
     command = [sys.executable, "-m", "otel_dflash", *arguments]
-    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command,
+        env=clean_environment(OTEL_DFLASH_DIR=str(directory), **variables),
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 SCRIPT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 from otel_dflash.agent.frames import FrameKind
 from otel_dflash.agent.recording import RecordingReader
 from tests.otlp_receiver import OtlpReceiver, SilentServer
+from tests.processes import clean_environment
 from tests.running import DEADLINE_S, TESTS, dropped, received_by_name, spans_by_name, totals_received
 
 TRAINER = (sys.executable, str(TESTS / "counting_trainer.py"))
@@ -45,8 +45,7 @@ def silent() -> Iterator[str]:
 def test_run_ends_in_time_and_replay_delivers_all_once(
     broken: Callable[[], Iterator[str]], protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {**kept, "OTEL_DFLASH_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = clean_environment(OTEL_DFLASH_DIR=str(tmp_path))
     with broken() as endpoint:  # type: ignore[attr-defined]
         run = subprocess.Popen(
             [*COMMAND, "run", "--run-id", "run-1", "--endpoint", endpoint, "--protocol", protocol, "--", *TRAINER],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.otlp_receiver import OtlpReceiver, Span
+from tests.processes import clean_environment
 
 TESTS = Path(__file__).parent
 DEADLINE_S = 100
@@ -38,10 +38,8 @@ class Ran:
 def run(directory: Path, receiver: OtlpReceiver, command: list[str], protocol: str = "grpc", **variables: str) -> Ran:
     """Run a Python script that writes JSON to the file FILE under `otel-dflash run`, to the end of the delivery."""
     file = directory / "said.json"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
     environment = {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **clean_environment(),
         "OTEL_DFLASH_METRIC_MS": "500",
         "OTEL_DFLASH_EXIT_MS": "60000",
         **receiver.environment(protocol),

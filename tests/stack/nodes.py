@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from otel_dflash.agent.recording import list_recordings
 from tests.otlp_receiver import OtlpReceiver, Span
+from tests.processes import clean_environment
 from tests.running import DEADLINE_S, poll
 from tests.stack.conftest import configured
-from tests.stack.sending import environment
 
 TRAINER: Final = Path(__file__).parent / "split_trainer.py"
 DELIVERED_FRAMES: Final = 40  # two rings, ten drains a second, and what else is recorded
@@ -92,7 +92,7 @@ class TwoNodes:
         return process
 
     def _environment(self, node: str, endpoint: str, protocol: str = "http/protobuf") -> dict[str, str]:
-        return environment(
+        return clean_environment(
             OTEL_DFLASH_RUN_ID=self.run,
             OTEL_DFLASH_NODE=node,
             OTEL_DFLASH_DIR=str(self.runs),

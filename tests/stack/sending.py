@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
 
 from tests.otlp_receiver import OtlpReceiver, Span
+from tests.processes import clean_environment
 
 DEADLINE_S: Final = 120.0
 
@@ -18,7 +18,7 @@ def send_run(directory: Path, endpoint: str, *script: str, run_id: str = "run-1"
     command = [sys.executable, "-m", "otel_dflash", "run", "--run-id", run_id, "--dir", str(directory), "--quiet", "--endpoint", endpoint]
     ran = subprocess.run(
         [*command, "--", sys.executable, *script],
-        env=environment(OTEL_DFLASH_EXIT_MS="60000", **variables),
+        env=clean_environment(OTEL_DFLASH_EXIT_MS="60000", **variables),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -33,15 +33,9 @@ def recorded_spans(recording: Path, **variables: str) -> dict[str, Span]:
     """Return by id all spans that a replay of a recording sends."""
     with OtlpReceiver() as receiver:
         command = [sys.executable, "-m", "otel_dflash", "replay", str(recording), "--endpoint", receiver.grpc_endpoint]
-        subprocess.run(command, env=environment(**variables), stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
+        subprocess.run(command, env=clean_environment(**variables), stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
         spans = receiver.spans()
     assert spans
     found = {span.span_id: span for span in spans}
     assert len(found) == len(spans)
     return found
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a child that knows nothing of this one's telemetry and proxies."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}

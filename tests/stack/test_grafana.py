@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests import test_dashboards
+from tests.processes import clean_environment
 from tests.running import Running, death, poll
 from tests.stack.conftest import Stack
 from tests.stack.grafana import Grafana
-from tests.stack.sending import environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dflash" / "train.py"
 PAGE = Path(__file__).parents[2] / "docs" / "prometheus.md"
@@ -36,7 +36,7 @@ COMPARISON = re.compile(r"\s*(?:[=!]=|[<>]=?)\s*[\d.]+")
 
 def example(directory: Path, endpoint: str, run: str, *flags: str) -> int:
     """Run the example under `otel-dflash run` with simulated GPUs to the end of the delivery; return its exit code."""
-    variables = environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000")
+    variables = clean_environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000")
     started = [sys.executable, "-m", "otel_dflash", "run", "--run-id", run, "--dir", str(directory), "--quiet", "--"]
     trained = [sys.executable, str(EXAMPLE), "--simulate", "--targets", "2", "--drafters", "2", *flags]
     return subprocess.run([*started, *trained], env=variables, capture_output=True, timeout=100, check=False).returncode

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,10 @@ from otel_dflash.agent.frames import Frame, FrameKind
 from otel_dflash.agent.recording import RecordingReader, RecordingWriter, RunInfo, create_recording
 from tests.otlp_receiver import OtlpReceiver
 from tests.planted import PlantedRing, agent_frame
+from tests.processes import clean_environment
 from tests.running import Running, poll
 from tests.stack.conftest import Stack
 from tests.stack.prometheus_api import Prometheus
-from tests.stack.sending import environment
 from tests.whole_run import TESTS
 
 MS = 1_000_000
@@ -62,7 +61,7 @@ def replay(recording: Path, prometheus: Prometheus, **variables: str) -> subproc
     """Send a recording's metrics by the command that a user has."""
     command = [sys.executable, "-m", "otel_dflash", "replay", recording.name, "--dir", str(recording.parent), "--timeout", "60"]
     return subprocess.run(
-        command, env=environment(**prometheus.environment(), **variables), capture_output=True, text=True, timeout=90, check=False
+        command, env=clean_environment(**prometheus.environment(), **variables), capture_output=True, text=True, timeout=90, check=False
     )
 
 
@@ -245,12 +244,6 @@ def test_one_refused_metric_costs_the_others_nothing(prometheus: Prometheus, tmp
 # --- a whole run: exemplars, labels, series
 
 
-@pytest.fixture
-def receiver() -> Iterator[OtlpReceiver]:
-    with OtlpReceiver() as receiver:
-        yield receiver
-
-
 def test_a_run_of_five_targets_and_three_drafters(stack: Stack, receiver: OtlpReceiver, tmp_path: Path) -> None:
     """Agent -> collector -> Prometheus: exact totals, below 900 series, no label but the chosen ones, exemplars that lead to spans."""
     prometheus = Prometheus(stack.start("prometheus").url("PROMETHEUS_PORT"))
@@ -331,7 +324,9 @@ def test_exemplars_of_a_sampled_run_lead_to_traces_that_were_sent(stack: Stack, 
 
 def trained(directory: Path, endpoint: str, **variables: str) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
     """Run the example to the end of the delivery; return what it counted."""
-    settings = environment(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000", **variables)
+    settings = clean_environment(
+        OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_DFLASH_METRIC_MS="500", OTEL_DFLASH_EXIT_MS="60000", **variables
+    )
     script = [str(TESTS.parent / "examples" / "dflash" / "train.py"), "--simulate", "--targets", "5", "--drafters", "3", "--steps", "60"]
     counted = directory / "counts.json"
     command = [sys.executable, "-m", "otel_dflash", "run", "--dir", str(directory), "--quiet", "--", sys.executable, *script]

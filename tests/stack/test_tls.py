@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 from otel_dflash.stack.engines import collector_directory
 from tests.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
+from tests.processes import clean_environment
 from tests.running import DEADLINE_S, TESTS, Running, death, poll, received_by_name, repeated, spans_by_name
 from tests.stack.conftest import Stack, Started, configured
 
@@ -200,8 +200,7 @@ def test_a_ca_bundle_of_the_users_counts_where_no_certificate_is_set(secured: Se
 def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
     secured: Secured, place: str, protocol: str, tmp_path: Path
 ) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
-    environment = {**kept, **secured.environment(protocol), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = clean_environment(**secured.environment(protocol))
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         environment[name] = secured.certificates.authority("other-ca")
     if place == "environment":
