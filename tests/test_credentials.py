@@ -13,9 +13,9 @@ from otel_dflash.agent.exporters import metric_exporters, span_exporters, valida
 from otel_dflash.config import HEADERS_FILE_VARIABLE, ConfigError
 from tests.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
-from tests.test_exporters import PROTOCOLS, Environ, a_counter, a_span, environ, receiver
+from tests.test_exporters import PROTOCOLS, Environ, a_counter, a_span, environ
 
-__all__ = ["environ", "receiver"]  # fixtures
+__all__ = ["environ"]  # a fixture
 
 CA = "OTEL_EXPORTER_OTLP_CERTIFICATE"
 CERTIFICATE = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"
