@@ -50,7 +50,7 @@ class Loader:
 
     def __init__(self, directory: Path) -> None:
         if shutil.which("go") is None:
-            message = "compose files are checked by a library in Go, which is not on PATH; install Go >= 1.25 (https://go.dev/dl)"
+            message = "compose files are checked by a library in Go, which is not on PATH; install Go >= 1.24 (https://go.dev/dl)"
             pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
         self._program = directory / "loader"
         (directory / "main.go").write_text(PROGRAM)

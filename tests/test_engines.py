@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ Begin = Callable[..., "subprocess.Popen[bytes]"]
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this test's own, and a tiny engine to build in it."""
     if shutil.which("go") is None:
-        message = "engines are built with Go, which is not on PATH; install Go >= 1.25 (https://go.dev/dl)"
+        message = "engines are built with Go, which is not on PATH; install it (https://go.dev/dl)"
         pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "manifest.go").write_text(SOURCE.format("first"))
@@ -199,8 +200,66 @@ def test_without_go_one_line_says_what_to_install(tmp_path: Path) -> None:
     assert cli("jaeger", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)) == (
         1,
         "",
-        "otel-dflash: jaeger is built with 'go', which is not on PATH; install Go >= 1.25 (https://go.dev/dl)\n",
+        "otel-dflash: jaeger is built with 'go', which is not on PATH; install Go >= 1.24.6 (https://go.dev/dl)\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "toolchain", "said"),
+    [
+        ("go1.26.6", "local", "go1.26.6 (GOTOOLCHAIN=local)"),
+        ("go1.26rc1", "go1.26rc1", "go1.26rc1 (GOTOOLCHAIN=go1.26rc1)"),
+        ("go1.20.14", "", "go1.20.14 (GOTOOLCHAIN=unknown to it)"),
+        ("go1.26.6", "auto", None),
+        ("go1.21.0", "go1.21.0+auto", None),
+        ("go1.26.7", "local", None),
+        ("go1.27rc1 X:nocoverageredesign", "local", None),
+        ("devel +0123456789", "local", None),
+    ],
+)
+def test_a_go_that_is_too_old_and_fetches_no_newer_one_is_one_line(version: str, toolchain: str, said: str | None, tmp_path: Path) -> None:
+    """A stand-in says its version, and fails at anything else."""
+    (tmp_path / "go").write_text(f'#!/bin/sh\ntest "$*" = "env GOVERSION GOTOOLCHAIN" && printf "%s\\n" "{version}" "{toolchain}"\n')
+    (tmp_path / "go").chmod(0o755)
+    code, out, err = cli("prometheus", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert code == 1
+    if said is None:
+        assert "`go mod init ...` failed" in err
+        return
+    remedy = "install a newer one (https://go.dev/dl), or let Go >= 1.21 fetch it: GOTOOLCHAIN=auto"
+    assert (out, err) == ("", f"otel-dflash: prometheus is built with Go >= 1.26.7, and the one on PATH is {said}; {remedy}\n")
+
+
+@pytest.mark.parametrize("name", [name for name, engine in ENGINES.items() if engine.go])
+def test_the_oldest_go_is_what_the_modules_of_an_engine_name(name: str) -> None:
+    """Of the main module and the collector's parts: Go keeps what they say beside what a build has fetched."""
+    engine = ENGINES[name]
+    modules = [engine.module]
+    if engine.manifest:
+        manifest = yaml.safe_load((collector_directory() / engine.manifest).read_text())
+        kinds = ("extensions", "receivers", "processors", "exporters")
+        modules += ["@".join(part["gomod"].split()) for kind in kinds for part in manifest[kind]]
+    oldest = [re.findall(r"^go (\S+)", go_mod(module), re.MULTILINE)[0] for module in modules]
+    assert max(oldest, key=lambda version: [int(number) for number in version.split(".")]) == engine.go
+
+
+def go_mod(package: str) -> str:
+    """Return the go.mod of a package's module; a machine that got its engines from elsewhere fetches that one file."""
+    if shutil.which("go") is None:
+        pytest.skip("go is not on PATH")
+    path, version = package.split("@")
+    modules = [path, *map(str, Path(path).parents)][:-1]
+    asked = subprocess.run(["go", "env", "GOMODCACHE"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    kept = [Path(asked.stdout.strip(), "cache/download", module, "@v", f"{version}.mod") for module in modules]
+    for file in kept:
+        if file.is_file():
+            return file.read_text()
+    for module in modules:
+        command = ["go", "list", "-m", "-f", "{{.GoMod}}", f"{module}@{version}"]
+        fetched = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        if fetched.returncode == 0:
+            return Path(fetched.stdout.strip()).read_text()
+    pytest.skip(f"{package} is not here and cannot be fetched: {fetched.stderr.strip()}")
 
 
 def test_without_network_one_line_says_so(shelf: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 from otel_dflash import config
 from otel_dflash.config import ConfigError
@@ -49,10 +50,13 @@ def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol
 
 def with_stack(environment: Mapping[str, str], stack: Addresses, protocol: str | None) -> dict[str, str]:
     """Return the agent's environment: it sends to the stack of this host, whatever other endpoint is set, and by no proxy."""
+    from otel_dflash.stack.services import around_proxies
+
     protocol = protocol or environment.get(PROTOCOL_VARIABLE) or "grpc"
-    changed = with_endpoint(environment, stack.endpoint(protocol), protocol)
-    around = ",".join(filter(None, (changed.get("no_proxy") or changed.get("NO_PROXY"), "127.0.0.1")))
-    return {**changed, "no_proxy": around, "NO_PROXY": around}
+    endpoint = stack.endpoint(protocol)
+    changed = around_proxies(with_endpoint(environment, endpoint, protocol), [urlsplit(endpoint).hostname or ""])
+    changed.pop("no_grpc_proxy", None)  # gRPC would read it instead
+    return changed
 
 
 def of_command(environment: Mapping[str, str], joined: Session, pass_headers: bool) -> dict[str, str]:

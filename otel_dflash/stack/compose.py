@@ -2,23 +2,62 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
+from otel_dflash.stack import native, state
 from otel_dflash.stack.engines import EngineError, collector_directory
+from otel_dflash.stack.services import another_port, try_port
+from otel_dflash.stack.state import Stack
 
 ANSWER_S: Final = 10.0
 """How long Docker may take for a question about itself."""
+
+_PROJECT: Final = "otel-dflash"  # as compose.yaml names it
+_VARIABLE: Final = re.compile(r"\$\{(\w+):-([^}]*)\}")
+_CONTAINERS: Final = (
+    *("ps", "--all", "--filter", f"label=com.docker.compose.project={_PROJECT}"),
+    *("--format", '{{.Label "com.docker.compose.project.config_files"}}\t{{.Ports}}'),
+)
+_PUBLISHED: Final = re.compile(r":(\d+)(?:-(\d+))?->")  # 127.0.0.1:4317-4318->4317-4318/tcp
+
+
+class Containers(NamedTuple):
+    """The containers of the project, whoever made them."""
+
+    files: tuple[str, ...]
+    """The compose files that they were made from; more than one where others are laid over it. Empty when there are no containers."""
+    ports: frozenset[int]
+    """What those that run publish."""
+
+    def foreign(self, started: bool) -> str | None:
+        """Return what to do about containers that are not ours; None when there are none. `started`: ours were started."""
+        if not self.files or (started and {Path(one).name for one in self.files} == {file().name}):
+            return None
+        remove = shlex.join(["docker", "compose", *(word for one in self.files for word in ("--file", one)), "down"])
+        return (
+            f"there are containers of {', '.join(self.files)} that `otel-dflash stack` did not start and leaves alone; "
+            f"send to them with --endpoint, or remove them, which keeps their data: {remove}"
+        )
 
 
 def file() -> Path:
     """Return the compose file."""
     return collector_directory() / "compose.yaml"
+
+
+def defaults() -> dict[str, str]:
+    """Return every variable that the compose file reads, with its default."""
+    return dict(_VARIABLE.findall(file().read_text()))
 
 
 def problem(*, may_fetch: bool) -> str | None:
@@ -35,22 +74,80 @@ def problem(*, may_fetch: bool) -> str | None:
     return None
 
 
-def up(ports: Mapping[str, str]) -> None:
-    """Start the containers with these variables and wait until they are healthy; a second time changes nothing.
+def up(environment: Mapping[str, str]) -> dict[str, str]:
+    """Start the containers, wait until they are healthy, and return the variables. The caller holds the lock.
+
+    A variable is the environment's, else what it was when they were started, else the default; so a second time changes nothing.
 
     Raises:
-        EngineError: Docker Compose failed; it said why itself.
+        ConfigError: A port is no number from 1 to 65535, or two are the same.
+        EngineError: Containers run that are not ours or have other settings, a port is busy, the disk is full, or Docker Compose failed.
     """
-    _run("up", "--detach", "--wait", variables=ports)
+    recorded = state.read().compose
+    known = defaults()
+    given = {name: environment[name] for name in known if environment.get(name)}
+    before = {**known, **(recorded or {})}
+    values = {**before, **given}
+    native.check_ports(values, known)
+    containers = _containers()
+    if foreign := containers.foreign(recorded is not None):
+        raise EngineError(foreign)
+    if containers.ports:
+        for name in given:
+            if given[name] != before[name]:  # without the values: one may be a password
+                raise EngineError(f"the containers run with another {name} than the one given; stop them first: otel-dflash stack down")
+    _require_room_and_ports(values, containers)
+    own = {**(recorded or {}), **given}
+    state.write(Stack(compose=own))  # before: what a failed or interrupted call leaves is for `down` too
+    _run("up", "--detach", "--wait", variables=own)
+    return values
 
 
 def down(*, volumes: bool) -> None:
-    """Stop and remove the containers, and with `volumes` their data.
+    """Stop and remove the containers, and with `volumes` their data. The caller holds the lock.
 
     Raises:
-        EngineError: Docker Compose failed; it said why itself.
+        EngineError: Others are laid over them, or Docker failed; Compose said why itself.
     """
-    _run("down", *(["--volumes"] if volumes else []))
+    try:
+        if not (foreign := _containers().foreign(started=True)):
+            _run("down", *(["--volumes"] if volumes else []))
+    except EngineError as error:
+        raise EngineError(f"{error}; if Docker is gone for good: rm {state.directory() / state.STACK_FILE}") from None
+    if foreign:
+        raise EngineError(foreign)
+    state.write(Stack())
+
+
+def _containers() -> Containers:
+    code, said = _ask(*_CONTAINERS)
+    if code:
+        raise EngineError(f"Docker does not say which containers there are ({said})")
+    rows = [line.partition("\t") for line in said.splitlines()]
+    files = max((label for label, _, _ in rows), key=len, default="")
+    ranges = [found for _, _, ports in rows for found in _PUBLISHED.findall(ports)]
+    return Containers(
+        tuple(files.split(",")) if files else (),
+        frozenset(port for first, last in ranges for port in range(int(first), int(last or first) + 1)),
+    )
+
+
+def _require_room_and_ports(values: Mapping[str, str], containers: Containers) -> None:
+    """Find a full disk or a busy port before Docker does: it would name no remedy."""
+    wanted = {name: int(value) for name, value in values.items() if name.endswith("_PORT") and int(value) not in containers.ports}
+    if not wanted:
+        return
+    code, root = _ask("info", "--format", "{{.DockerRootDir}}")
+    with suppress(OSError):  # not on this host: Docker has a virtual machine
+        if root and not code:
+            native.require_room(Path(root), "free some space; docker system df says what takes it")
+    for name, port in wanted.items():
+        try:
+            try_port("127.0.0.1", port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # what we may not, the daemon may
+                remedy = f"stop what listens there (ss -ltnp), or {another_port(name, port)}"
+                raise EngineError(f"Docker cannot publish 127.0.0.1:{port}: address already in use; {remedy}") from None
 
 
 def _compose(*arguments: str) -> tuple[str, ...]:
@@ -59,8 +156,9 @@ def _compose(*arguments: str) -> tuple[str, ...]:
 
 def _run(*arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> None:
     command = ("docker", *_compose(*arguments))
+    environment = {**os.environ, "COMPOSE_PROJECT_NAME": _PROJECT, **variables}  # a user's own name would be another stack
     try:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, env={**os.environ, **variables}, check=False).returncode
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False).returncode
     except OSError as error:
         raise EngineError(
             f"docker cannot be started: {error.strerror}; install Docker, or build the engines: otel-dflash stack build"

@@ -19,7 +19,6 @@ from otel_dflash.stack.state import Stack
 Way = Literal["docker", "native"]
 
 NO_UI: Final = "Built from their modules, Jaeger and Prometheus have no user interface, only their APIs; their container images have both."
-GRAFANA_PORT: Final = "3000"
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,8 @@ def up(say: Say, way: Way | None = None) -> Addresses:
         way = _choose(stack, way)
         if way == "native":
             return Addresses(_urls(native.up(say, os.environ)), has_ui=False)
-        values = _published(os.environ, stack)
-        state.write(Stack(compose=values))  # before: what a failed or interrupted call leaves is for `down` too
-        compose.up({name: value for name, value in values.items() if name.endswith("_PORT")})
-        return _compose_addresses(values)
+        values = compose.up(os.environ)
+        return Addresses({**_urls(values), "Grafana": f"http://127.0.0.1:{values['GRAFANA_PORT']}"}, has_ui=True)
 
 
 def down(say: Say, *, volumes: bool = False) -> None:
@@ -89,11 +86,7 @@ def down(say: Say, *, volumes: bool = False) -> None:
     with state.locked(say):
         stack = state.read()
         if stack.compose is not None:
-            try:
-                compose.down(volumes=volumes)
-            except EngineError as error:
-                raise EngineError(f"{error}; if Docker is gone for good: rm {state.directory() / state.STACK_FILE}") from None
-            state.write(Stack())
+            compose.down(volumes=volumes)
             return
         if not stack.services:
             say("nothing to stop")
@@ -152,18 +145,10 @@ def _choose(stack: Stack, way: Way | None) -> Way:
 
 
 def _urls(values: Mapping[str, str]) -> dict[str, str]:
-    return {what: template.format(**values) for name in reversed(NAMES) for what, template in SERVICES[name].addresses.items()}
-
-
-def _published(environment: Mapping[str, str], stack: Stack) -> dict[str, str]:
-    """Return the variables of what compose.yaml publishes: always at 127.0.0.1."""
-    values = native.variables(environment, stack.compose or {})
-    return {name: "127.0.0.1" if name.endswith("_HOST") else value for name, value in values.items()}
-
-
-def _compose_addresses(values: Mapping[str, str]) -> Addresses:
-    grafana = f"http://127.0.0.1:{os.environ.get('GRAFANA_PORT') or GRAFANA_PORT}"
-    return Addresses({**_urls(values), "Grafana": grafana}, has_ui=True)
+    services = [SERVICES[name] for name in reversed(NAMES)]
+    return {
+        what: template.format(**{**service.variables, **values}) for service in services for what, template in service.addresses.items()
+    }
 
 
 @contextmanager

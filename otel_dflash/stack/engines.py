@@ -17,6 +17,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -52,6 +53,7 @@ _UNREACHED: Final = (
     "network is unreachable",
     "could not transfer artifact",
 )
+_FIRST_TO_FETCH: Final = [1, 21]
 _ELSEWHERE: Final = ("GOOS", "GOARCH", "GOWORK")  # a user's cross compilation or workspace is not ours
 
 
@@ -126,8 +128,10 @@ class Engine:
     """What else a build reads: flags, further modules."""
     manifest: str = ""
     """The file of collector/ that says what is in it."""
-    needs: tuple[tuple[str, str], ...] = (("go", "Go >= 1.25 (https://go.dev/dl)"),)
-    """Commands that a build runs, each with what to install."""
+    go: str = ""
+    """The oldest Go that its modules name; "" when Go does not build it."""
+    needs: tuple[tuple[str, str], ...] = ()
+    """Other commands that a build runs, each with what to install."""
 
 
 def _build_otelcol(shop: Workshop, engine: Engine) -> None:
@@ -168,6 +172,7 @@ ENGINES: Final = {
             steps=_build_otelcol,
             minutes=6,
             manifest="builder.yaml",
+            go="1.26.0",
         ),
         Engine(
             name="prometheus",
@@ -178,6 +183,7 @@ ENGINES: Final = {
             steps=_build_prometheus,
             minutes=7,
             options=("-tags", "remove_all_sd"),  # static targets and OTLP are all we use: half the time without service discovery
+            go="1.26.7",
         ),
         Engine(
             name="jaeger",
@@ -187,6 +193,7 @@ ENGINES: Final = {
             module=f"{_JAEGER}@v1.76.0",
             steps=_build_jaeger,
             minutes=9,
+            go="1.24.6",
         ),
         Engine(
             name="kafka",
@@ -250,10 +257,32 @@ def program_path(engine: Engine, program: str | None = None) -> Path:
 
 def missing_command(engine: Engine) -> str | None:
     """Return what is missing to build the engine, with the remedy; None when all its commands are here."""
-    for command, remedy in engine.needs:
+    go = (("go", f"Go >= {engine.go} (https://go.dev/dl)"),) if engine.go else ()
+    for command, remedy in (*go, *engine.needs):
         if shutil.which(command) is None:
             return f"{engine.name} is built with {command!r}, which is not on PATH; install {remedy}"
-    return None
+    return _old_go(engine) if go else None
+
+
+def _old_go(engine: Engine) -> str | None:
+    """Return why the Go that is here cannot build the engine, None when it can, or may fetch a newer one that can."""
+    command = ("go", "env", "GOVERSION", "GOTOOLCHAIN")
+    asked = subprocess.run(command, cwd="/", env={**os.environ, "GOWORK": "off"}, capture_output=True, text=True, check=False)
+    version, toolchain = (*asked.stdout.splitlines(), "", "")[:2]
+    here = _numbers(version)
+    fetches = here >= _FIRST_TO_FETCH and toolchain.endswith(("auto", "path"))  # auto, path, go1.26.0+auto, ...
+    if not here or here >= _numbers(engine.go) or fetches:
+        return None
+    return (
+        f"{engine.name} is built with Go >= {engine.go}, and the one on PATH is {version} (GOTOOLCHAIN={toolchain or 'unknown to it'}); "
+        "install a newer one (https://go.dev/dl), or let Go >= 1.21 fetch it: GOTOOLCHAIN=auto"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the numbers of a Go version such as go1.26.8, [] of another text."""
+    found = re.search(r"\d+(\.\d+)+", version)
+    return [int(number) for number in found[0].split(".")] if found else []
 
 
 def build(engine: Engine, say: Callable[[str], object] = lambda line: None) -> Path:

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final
 
 from otel_dflash.config import ConfigError
@@ -49,7 +50,7 @@ def variables(environment: Mapping[str, str], recorded: Mapping[str, str]) -> di
     for name, template in DERIVED.items():
         if name not in given and before[name] == template.format(**before):
             values[name] = template.format(**values)
-    _check_ports({name: value for name, value in values.items() if name.endswith("_PORT")}, defaults)
+    check_ports(values, defaults)
     return values
 
 
@@ -67,7 +68,7 @@ def up(say: Say, environment: Mapping[str, str]) -> dict[str, str]:
     values = variables(environment, stack.variables())
     require_engines([SERVICES[name] for name in NAMES if name not in running])
     if len(running) < len(NAMES):
-        _require_room()
+        require_room(state.directory(), "free some space, or point XDG_STATE_HOME at a larger disk")
     for name, started in running.items():
         _require_same(name, started, values)
     services = dict(stack.services)
@@ -93,13 +94,16 @@ def _stop_begun(say: Say, stack: Stack, services: dict[str, Started]) -> None:
         say(f"stopped again what this command had started: {', '.join(begun)}")
 
 
-def _require_room() -> None:
-    free_bytes = shutil.disk_usage(state.directory()).free
+def require_room(place: Path, remedy: str) -> None:
+    """Check that the stack has room to begin with.
+
+    Raises:
+        EngineError: It has not.
+        OSError: There is no such place.
+    """
+    free_bytes = shutil.disk_usage(place).free
     if free_bytes < ROOM_BYTES:
-        raise EngineError(
-            f"{state.directory()} has {free_bytes >> 20} MiB free, and the stack needs {ROOM_BYTES >> 20} MiB to begin with; "
-            "free some space, or point XDG_STATE_HOME at a larger disk"
-        )
+        raise EngineError(f"{place} has {free_bytes >> 20} MiB free, and the stack needs {ROOM_BYTES >> 20} MiB to begin with; {remedy}")
 
 
 def down(say: Say) -> None:
@@ -140,9 +144,16 @@ def require_engines(services: list[Service]) -> None:
         raise EngineError(f"not built here: {names}; build, once, about {minutes} minutes: otel-dflash stack build {names}")
 
 
-def _check_ports(ports: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+def check_ports(values: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+    """Check the variables that are ports.
+
+    Raises:
+        ConfigError: One is no number from 1 to 65535, or two are the same.
+    """
     names: dict[int, str] = {}
-    for name, port in ports.items():
+    for name, port in values.items():
+        if not name.endswith("_PORT"):
+            continue
         if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise ConfigError(f"{name} must be a port from 1 to 65535, got {port!r}; unset it for {defaults[name]}")
         if int(port) in names:
@@ -158,7 +169,7 @@ def _start(service: Service, values: Mapping[str, str], services: dict[str, Star
         services[service.name] = Started(pid, process_start(pid) or 0, service.engine.version, own)
         state.write(Stack(services))
 
-    launch(service, state.directory(), own, remember)
+    launch(service, state.directory(), own, remember, [value for name, value in values.items() if name.endswith("_HOST")])
 
 
 def _require_same(name: str, started: Started, values: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import select
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -26,8 +26,6 @@ HEALTHY_S: Final = 30.0
 
 _GATE: Final = ("/bin/sh", "-c", 'read -r go && exec "$@" < /dev/null', "sh")
 """Waits for a line, then becomes the engine, with the same pid. Without the line, as its starter was killed, it ends."""
-
-_PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 
 
 class Process(Protocol):
@@ -133,11 +131,16 @@ SERVICES: Final = {
 
 
 def launch(
-    service: Service, directory: Path, variables: Mapping[str, str], remember: Callable[[int], object] = lambda pid: None
+    service: Service,
+    directory: Path,
+    variables: Mapping[str, str],
+    remember: Callable[[int], object] = lambda pid: None,
+    hosts: Iterable[str] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a service that outlives its starter: storage in `directory`/<name>, its log in `directory`/<name>.log.
 
     The engine begins once `remember` has returned, so a starter that is killed or interrupted leaves none that it did not remember.
+    It reaches `hosts`, those of the stack, without a proxy; a backend elsewhere as the environment says.
 
     Raises:
         EngineError: Its engine was not built, one of its ports is busy, or `directory` cannot be written.
@@ -158,7 +161,7 @@ def launch(
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=_environment(service, values),
+                env=_environment(service, values, hosts),
                 start_new_session=True,
             )
         assert process.stdin
@@ -174,7 +177,7 @@ def wait_healthy(service: Service, process: Process, directory: Path, variables:
     """Return once the service is healthy.
 
     Raises:
-        EngineError: It ended, or was not healthy within HEALTHY_S; the text has the end of its log.
+        EngineError: It ended, and the text has the end of its log; or it was not healthy within HEALTHY_S.
     """
     values = service.values(variables, directory / service.name)
     deadline = time.monotonic() + HEALTHY_S
@@ -185,7 +188,9 @@ def wait_healthy(service: Service, process: Process, directory: Path, variables:
             raise EngineError(f"{service.name} ended before it was healthy; the end of {log}:\n  {last}")
         if time.monotonic() > deadline:
             log = directory / f"{service.name}.log"
-            raise EngineError(f"{service.name} is not healthy after {HEALTHY_S:g} s; see {log}, then begin anew: otel-dflash stack down")
+            raise EngineError(
+                f"{service.name} is not healthy after {HEALTHY_S:g} s; see {log}; what still runs is ended by: otel-dflash stack down"
+            )
         select.select([], [], [], 0.05)
 
 
@@ -202,10 +207,35 @@ def is_healthy(service: Service, values: Mapping[str, str]) -> bool:
         connection.close()
 
 
-def _environment(service: Service, values: Mapping[str, str]) -> dict[str, str]:
-    """An engine gets its own variables and no proxy: all that it talks to is on this host."""
-    kept = {name: value for name, value in os.environ.items() if name not in _PROXIES and not name.startswith("OTEL_")}
-    return {**kept, **{name: values[name].format(**values) for name in service.variables}}
+def around_proxies(environment: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
+    """Return an environment in which `hosts` are reached without a proxy, and all else as before.
+
+    Go and Python read either spelling, each another one first. Go takes no proxy to loopback addresses and `localhost` anyway.
+    """
+    around = ",".join(dict.fromkeys(filter(None, (environment.get("NO_PROXY"), environment.get("no_proxy"), *hosts))))
+    return {**environment, "NO_PROXY": around, "no_proxy": around}
+
+
+def try_port(host: str, port: int) -> None:
+    """Return when somebody can listen at host:port now.
+
+    Raises:
+        OSError: Nobody can.
+    """
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines do: no waiting for old connections
+        probe.bind(address)
+
+
+def another_port(variable: str, port: int) -> str:
+    """Return the remedy for a port that cannot be had."""
+    return f"choose another port: {variable}={port + 20_000 if port < 45_000 else port - 20_000}"
+
+
+def _environment(service: Service, values: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    return around_proxies({**kept, **{name: values[name].format(**values) for name in service.variables}}, hosts)
 
 
 def _check_ports(service: Service, values: Mapping[str, str]) -> None:
@@ -213,15 +243,13 @@ def _check_ports(service: Service, values: Mapping[str, str]) -> None:
     host_name, host = next((name, value) for name, value in values.items() if name.endswith("_HOST"))
     for name, port in service.ports(values).items():
         try:
-            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines do: no waiting for old connections
-                probe.bind(address)
+            try_port(host, port)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            if error.errno == errno.EADDRINUSE or isinstance(error, PermissionError):
-                holder = "stop what listens there (ss -ltnp), or " if error.errno == errno.EADDRINUSE else ""
-                remedy = f"{holder}choose another port: {name}={port + 20_000 if port < 45_000 else port - 20_000}"
+            if error.errno == errno.EADDRINUSE:
+                remedy = f"stop what listens there (ss -ltnp), or {another_port(name, port)}"
+            elif isinstance(error, PermissionError):
+                remedy = another_port(name, port)
             else:
                 remedy = f"give an address of this host: {host_name}=127.0.0.1"
+            reason = (error.strerror or str(error)).lower()
             raise EngineError(f"{service.name} cannot listen at {host}:{port}: {reason}; {remedy}") from None

@@ -54,11 +54,11 @@ class Stack:
 
     services: dict[str, Started] = field(default_factory=dict)
     compose: dict[str, str] | None = None
-    """The variables that Docker Compose got; None when it was not used."""
+    """The variables of compose.yaml that were given; None when Docker Compose was not used."""
 
     def variables(self) -> dict[str, str]:
-        """Return what it was started with."""
-        return self.compose or {name: value for started in self.services.values() for name, value in started.variables.items()}
+        """Return what the processes were started with."""
+        return {name: value for started in self.services.values() for name, value in started.variables.items()}
 
     def alive(self) -> dict[str, Started]:
         """Return the services that run as processes."""
@@ -85,7 +85,8 @@ def read() -> Stack:
         content = json.loads(path.read_bytes())
         compose = content["compose"]
         return Stack(
-            {name: _started(name, **fields) for name, fields in content["services"].items()}, None if compose is None else dict(compose)
+            {name: _started(name, **fields) for name, fields in content["services"].items()},
+            None if compose is None else {name: str(value) for name, value in compose.items()},
         )
     except FileNotFoundError:
         return Stack()

@@ -16,12 +16,19 @@ from otel_dflash.session import process_start
 from otel_dflash.stack.engines import ENGINES, program_path
 from otel_dflash.stack.native import NAMES
 from otel_dflash.stack.services import SERVICES
-from tests.processes import poll
+from tests.processes import clean_environment, poll
 from tests.stack.conftest import end_with_this_process, free_ports
 
 DEADLINE_S = 100
 PORTS = [name for service in NAMES for name in SERVICES[service].variables if name.endswith("_PORT")]
 NEVER_HEALTHY = "#!/bin/sh\nexec sleep 600\n"
+TRAINER = """
+import otel_dflash
+worker = otel_dflash.start().worker("target", 0)
+for _ in range(3):
+    with worker.step() as step, worker.forward:
+        step.set(tokens=1)
+"""
 
 
 class Host:
@@ -30,14 +37,12 @@ class Host:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
         self.environment: dict[str, str] = {
-            **kept,
+            **clean_environment(),
             **self.ports,
             "XDG_STATE_HOME": str(directory / "state"),
             "OTEL_DFLASH_DIR": str(directory / "runs"),
             "DOCKER_HOST": f"unix://{directory}/no-docker.sock",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "COLUMNS": "80",
         }
         self.state = directory / "state" / "otel-dflash" / "stack"

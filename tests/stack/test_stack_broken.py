@@ -18,7 +18,7 @@ from otel_dflash.stack import native, state
 from otel_dflash.stack.engines import EngineError, cache_directory
 from otel_dflash.stack.services import SERVICES
 from tests.processes import poll
-from tests.stack.host import DEADLINE_S, PORTS, Host, sleeping, stand_in
+from tests.stack.host import DEADLINE_S, Host, sleeping
 
 
 def test_an_up_that_was_killed_is_gone_on_with_and_undone(planted: Host) -> None:
@@ -66,6 +66,37 @@ def test_a_service_that_hangs_is_not_healthy_and_down_ends_it(engines: Host, mon
     monkeypatch.setattr(native, "TERM_S", 1.0)
     native.down(lambda line: None)
     assert process_start(pid) is None
+
+
+IMPATIENT = """
+import sys
+from otel_dflash.cli.main import main
+from otel_dflash.stack import services
+services.HEALTHY_S = 0.2
+sys.exit(main(["stack", "up", "--native"]))
+"""
+
+
+@pytest.mark.parametrize("runs_already", [False, True])
+def test_what_does_not_get_healthy_is_stopped_again_unless_it_ran_before(
+    runs_already: bool, planted: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", planted.environment["XDG_STATE_HOME"])
+    planted.state.mkdir(parents=True)
+    with sleeping() as process:
+        own = {"PROMETHEUS_HOST": "127.0.0.1", "PROMETHEUS_PORT": planted.ports["PROMETHEUS_PORT"]}
+        before = {"prometheus": state.Started(process.pid, process_start(process.pid) or 0, "3.16.0", own)} if runs_already else {}
+        state.write(state.Stack(before))
+        command = [sys.executable, "-c", IMPATIENT]
+        up = subprocess.run(command, env=planted.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert state.read().services == before
+        assert process.poll() is None
+    log = planted.state / "prometheus.log"
+    assert (up.returncode, up.stdout, up.stderr) == (
+        1,
+        "" if runs_already else "stopped again what this command had started: prometheus\n",
+        f"otel-dflash: prometheus is not healthy after 0.2 s; see {log}; what still runs is ended by: otel-dflash stack down\n",
+    )
 
 
 def test_down_ends_all_of_it_where_no_file_can_be_written(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +191,3 @@ def test_what_does_not_end_is_killed_after_a_while(host: Host, monkeypatch: pyte
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert said == ["jaeger did not end within 0.2 s and was killed"]
     assert state.read() == state.Stack()
-
-
-def test_containers_stay_at_their_ports_when_another_shell_names_none(host: Host) -> None:
-    stand_in(host, 'test "$4" != up || echo "$OTELCOL_GRPC_PORT" >> ' + f"{host.directory}/ports")
-    variables = {"PATH": f"{host.directory}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(host.directory)}
-    first = host.run("stack", "up", **variables)
-    for name in PORTS:
-        del host.environment[name]
-    assert host.run("stack", "up", **variables) == first
-    assert (host.directory / "ports").read_text().split() == [host.ports["OTELCOL_GRPC_PORT"]] * 2

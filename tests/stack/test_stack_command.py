@@ -9,26 +9,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from otel_dflash.session import process_start
-from otel_dflash.stack import native
 from otel_dflash.stack.engines import ENGINES
 from otel_dflash.stack.native import NAMES
 from tests.processes import poll
 from tests.stack.conftest import free_ports
-from tests.stack.host import DEADLINE_S, PORTS, Host, numberless, stand_in
+from tests.stack.host import DEADLINE_S, PORTS, TRAINER, Host, numberless
 from tests.stack.jaeger_api import Jaeger
-
-TRAINER = """
-import otel_dflash
-worker = otel_dflash.start().worker("target", 0)
-for _ in range(3):
-    with worker.step() as step, worker.forward:
-        step.set(tokens=1)
-"""
 
 
 def addresses(ports: Mapping[str, str]) -> str:
@@ -185,29 +175,6 @@ def test_neither_engines_nor_docker_is_one_line_with_the_remedies(host: Host) ->
     assert host.run("run", "--stack", "--", "/bin/true", **nowhere) == (1, "", said)
 
 
-COMPOSE_FILE = Path(native.__file__).parents[2] / "collector" / "compose.yaml"
-
-
-@pytest.mark.parametrize(
-    ("docker", "reason", "way"),
-    [
-        ("echo not running >&2; exit 1", "the Docker daemon does not answer (not running)", "--docker"),
-        ("test $1 != compose || { echo unknown command >&2; exit 1; }", "Docker has no Compose plugin (unknown command)", "--docker"),
-        ("test $1 != image", f"its images are not here yet; fetch them: docker compose --file {COMPOSE_FILE} pull", ""),
-    ],
-)
-def test_why_docker_cannot_run_it_is_said(docker: str, reason: str, way: str, host: Host) -> None:
-    stand_in(host, docker)
-    variables = {"XDG_CACHE_HOME": str(host.directory), "PATH": f"{host.directory}:{os.environ['PATH']}"}
-    code, out, err = host.run("stack", "up", **variables)
-    assert (code, out) == (1, "")
-    assert err.endswith(f"otel-dflash stack build prometheus jaeger otelcol. Nor can Docker run it: {reason}\n")
-    if way:
-        remedy = "start Docker, or take the built engines: otel-dflash stack up --native"
-        assert host.run("stack", "up", way, **variables) == (1, "", f"otel-dflash: Docker cannot run the stack: {reason}; {remedy}\n")
-        assert host.pids() == {}
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -246,33 +213,3 @@ def test_a_full_disk_is_one_line_and_nothing_is_started(planted: Host) -> None:
         f"otel-dflash: {place}/otel-dflash/stack has 8 MiB free, and the stack needs 256 MiB to begin with; "
         "free some space, or point XDG_STATE_HOME at a larger disk\n",
     )
-
-
-DOCKER = """
-echo "$@" >> {directory}/docker-was-asked
-case "$*" in *--images*) echo "a:1"; echo "b:2";; esac
-exit 0
-"""
-
-
-def test_where_docker_answers_and_has_the_images_compose_is_asked(host: Host) -> None:
-    """A stand-in notes what it is asked; that the file is right is tests/test_compose.py's part."""
-    stand_in(host, DOCKER.format(directory=host.directory))
-    variables = {"PATH": f"{host.directory}:{os.environ['PATH']}", "GRAFANA_PORT": "3001", "XDG_CACHE_HOME": str(host.directory)}
-    code, out, err = host.run("stack", "up", **variables)
-    addressed = addresses(host.ports).replace(
-        "Built from their modules, Jaeger and Prometheus have no user interface, only their APIs; their container images have both.\n",
-        "Grafana         http://127.0.0.1:3001\n",
-    )
-    assert (code, out, err) == (0, addressed, "")
-    rows = [line.split() for line in host.run("stack", "status", **variables)[1].splitlines()[2:]]
-    assert [row[:4] for row in rows] == [[name, "not", "healthy", ENGINES[name].version] for name in NAMES]
-    assert host.run("stack", "down", "--volumes", **variables) == (0, "", "")
-    compose = f"compose --file {COMPOSE_FILE}"
-    assert (host.directory / "docker-was-asked").read_text().splitlines() == [
-        "version --format {{.Server.Version}}",
-        f"{compose} config --images",
-        "image inspect --format {{.Id}} a:1 b:2",
-        f"{compose} up --detach --wait",
-        f"{compose} down --volumes",
-    ]
