@@ -38,6 +38,8 @@ SHM_VARIABLE = "OTEL_DFLASH_SHM"
 KEEP_VARIABLE = "OTEL_DFLASH_KEEP"
 METRIC_AGE_VARIABLE = "OTEL_DFLASH_METRIC_AGE_S"
 HEADERS_FILE_VARIABLE = "OTEL_DFLASH_OTLP_HEADERS_FILE"
+GRPC_TARGETS = ("unix:", "dns:")
+"""How an endpoint begins that gRPC alone understands."""
 _DIGITS_MAX = 20  # Python refuses to convert thousands of them
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")  # of torchrun, srun, mpirun
@@ -51,6 +53,19 @@ def is_disabled() -> bool:
     """Return whether the environment turns telemetry off. OTEL_SDK_DISABLED knows only ``true``, as the SDK does."""
     ours = os.environ.get("OTEL_DFLASH_DISABLED", "").strip().lower()
     return ours in ("true", "1", "yes", "on") or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def check_no_user(name: str, endpoint: str) -> None:
+    """Check that an endpoint has no user and password in it: every user of a host reads command lines, and the trainer its environment.
+
+    Raises:
+        ConfigError: It has; the text does not show them.
+    """
+    if "@" in endpoint and not endpoint.startswith(GRPC_TARGETS):  # anywhere: a / in a password ends the host before its @
+        raise ConfigError(
+            f"{name} holds a user or a password, which others can read there; leave out all up to the @, and put "
+            f"authorization=Basic BASE64 (of user:password) into the file that {HEADERS_FILE_VARIABLE} names"
+        )
 
 
 def integer(name: str, default: int, low: int, high: int) -> int:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
+import grpc
 import pytest
 from opentelemetry.sdk.metrics.export import MetricExportResult
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from otel_dflash.agent.exporters import metric_exporters, span_exporters, validate_environment
+from otel_dflash.agent.exporters import metric_exporters, prepare_environment, span_exporters, validate_environment
 from otel_dflash.config import HEADERS_FILE_VARIABLE, ConfigError
 from tests.certificates import Certificates
+from tests.doctoring import Doctor, HttpServer, grpc_server, server_context, server_credentials, wrong
 from tests.otlp_receiver import OtlpReceiver
+from tests.processes import clean_environment
 from tests.test_exporters import PROTOCOLS, Environ, a_counter, a_span, environ
 
 __all__ = ["environ"]  # a fixture
@@ -20,6 +30,7 @@ __all__ = ["environ"]  # a fixture
 CA = "OTEL_EXPORTER_OTLP_CERTIFICATE"
 CERTIFICATE = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"
 KEY = "OTEL_EXPORTER_OTLP_CLIENT_KEY"
+ROOTS = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
 SECURE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://collector:4317"}
 
 
@@ -67,6 +78,9 @@ REFUSED = [
         rf"{CERTIFICATE} has no effect over gRPC without {CA}, got OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE; set",
     ),
     ({"OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE": "missing"}, "OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE names a file"),
+    # gRPC would abort the process
+    ({ROOTS: "missing"}, rf"{ROOTS} names a file that cannot be read, got '.*missing' \(No such file or directory\); check path and mode"),
+    ({ROOTS: "directory"}, rf"{ROOTS} names a file that cannot be read, got '.*' \(Is a directory\); check"),
 ]
 
 
@@ -87,6 +101,9 @@ def test_certificates_that_cannot_work_are_refused_before_training(
     [
         ("grpc", {}),
         ("grpc", {CA: "ca.pem"}),
+        ("grpc", {ROOTS: "ca.pem"}),
+        ("grpc", {CA: "ca.pem", ROOTS: "missing"}),  # which gRPC does not look at then
+        ("http/protobuf", {ROOTS: "missing"}),
         ("grpc", {CA: "ca.pem", CERTIFICATE: "client.pem", KEY: "client.key"}),
         ("http/protobuf", {CA: "directory"}),
         ("http/protobuf", {CERTIFICATE: "client.pem", KEY: "client.key"}),
@@ -171,3 +188,162 @@ def test_a_token_that_changes_is_taken_up_and_one_that_cannot_be_read_is_not(
     assert capsys.readouterr().err.splitlines() == ["otel-dflash: credentials have changed and were read again"] * 2
     path.unlink()
     assert sent() == ["Bearer two", "Bearer two"]
+
+
+USER = "holds a user or a password, which others can read there; leave out all up to the @, and put authorization=Basic BASE64 (of "
+USER += "user:password) into the file that OTEL_DFLASH_OTLP_HEADERS_FILE names"
+
+
+@pytest.mark.parametrize("command", ["run", "replay", "doctor"])
+@pytest.mark.parametrize(
+    ("place", "endpoint"),
+    [
+        ("--endpoint", "http://me:geheim@localhost:4317"),
+        ("--endpoint", "me:geheim@localhost:4317"),
+        ("--endpoint", "http://me:ge/heim@localhost:4317"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:geheim@localhost:4317"),
+        ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://me:geheim@localhost:4317"),
+    ],
+)
+def test_a_password_in_an_endpoint_is_refused_unseen(tmp_path: Path, command: str, place: str, endpoint: str) -> None:
+    arguments = {"run": ["--", "touch", str(tmp_path / "trained")], "replay": [str(tmp_path)], "doctor": []}[command]
+    if place == "--endpoint":
+        arguments = [place, endpoint, *arguments]
+    elif command == "run":
+        arguments = ["--endpoint", "http://localhost:4317", *arguments]  # the command would inherit the variable all the same
+    result = subprocess.run(
+        [sys.executable, "-m", "otel_dflash", command, *arguments],
+        env={**clean_environment(OTEL_DFLASH_DIR=str(tmp_path / "runs")), **({place: endpoint} if place != "--endpoint" else {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", f"otel-dflash: {place} {USER}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_password_in_an_endpoint_is_refused_by_an_agent_that_was_started_without_run(environ: Environ) -> None:
+    environ(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT="http://me:geheim@localhost:4317")
+    with pytest.raises(ConfigError) as raised:
+        span_exporters()
+    assert str(raised.value) == f"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT {USER}"
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Takes what comes without TLS for delivered, as gRPC never sends it, and opens no tunnel."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200)
+
+    def do_CONNECT(self) -> None:
+        self.answer(407)
+
+    def answer(self, status: int) -> None:
+        self.seen.add(self.headers["Proxy-Authorization"])
+        self.send_response_only(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_password_of_a_proxy_is_used_and_not_shown(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    Proxy.seen.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        url = f"http://me:gehe%40im@127.0.0.1:{server.server_port}"
+        lines = Doctor(monkeypatch)("http://collector.invalid:4318", protocol, timeout_s=3, http_proxy=url)
+        server.shutdown()
+        thread.join()
+    assert {base64.b64decode(seen.removeprefix("Basic ")) for seen in Proxy.seen} == {b"me:gehe@im"}
+    assert lines[1].startswith("warn proxy: http_proxy sends OTLP for collector.invalid through 127.0.0.1:PORT; ")
+    assert [line.split(":")[0] for line in wrong(lines)] == ([] if protocol != "grpc" else ["span accepted", "metric accepted"])
+    assert [line for line in lines if "gehe" in line] == []
+
+
+def test_a_ca_bundle_of_the_users_counts_for_the_signal_that_has_no_certificate_and_for_no_other(environ: Environ, tmp_path: Path) -> None:
+    made = Certificates(tmp_path)
+    with (
+        HttpServer(200, tls=server_context(made.issue("traces", by="ca"))) as traces,
+        HttpServer(200, tls=server_context(made.issue("metrics", by="other-ca"))) as metrics,
+    ):
+        environ(
+            OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
+            OTEL_EXPORTER_OTLP_TIMEOUT="2",
+            OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces.url,
+            OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=metrics.url,
+            OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE=made.authority("ca"),
+            OTEL_EXPORTER_OTLP_METRICS_CERTIFICATE="",
+            REQUESTS_CA_BUNDLE=made.authority("other-ca"),
+            GRPC_VERBOSITY="NONE",
+        )
+        prepare_environment()
+        (span_exporter,), (metric_exporter,) = span_exporters().values(), metric_exporters().values()
+        assert span_exporter.export([a_span()]) is SpanExportResult.SUCCESS
+        assert metric_exporter.export(a_counter()) is MetricExportResult.SUCCESS
+
+
+TRUST = """
+import io, json, os, threading, time
+from otel_dflash.agent.exporters import prepare_environment, span_exporters
+from otel_dflash.agent.noise import NoiseFilter
+from otel_dflash.doctor.clock import Clock
+from otel_dflash.doctor.hops import Hops
+from otel_dflash.doctor.route import routes
+from tests.test_exporters import a_span
+prepare_environment()
+(route,) = routes(os.environ)
+lines = list(Hops(route, Clock(), time.monotonic() + 10).probe())
+(exporter,) = span_exporters().values()
+with NoiseFilter(io.StringIO()) as noise:
+    exporter.export([a_span()])
+reason = noise.reasons.get(threading.current_thread().name, "")
+print(json.dumps([[line.text for line in lines if line.check == "TLS handshake" and line.status.value == "WRONG"], reason]))
+"""
+UNKNOWN_CA = "the collector's certificate is of another CA than the public ones (unable to get local issuer certificate); "
+UNKNOWN_CA += "name the file of its CA by OTEL_EXPORTER_OTLP_CERTIFICATE"
+
+
+@pytest.mark.parametrize(
+    ("variable", "trusted_by"),
+    [
+        ("SSL_CERT_FILE", []),  # where OpenSSL looks for the authorities of the system
+        (CA, PROTOCOLS),
+        (ROOTS, ["grpc"]),
+        ("REQUESTS_CA_BUNDLE", ["http/protobuf"]),
+        ("CURL_CA_BUNDLE", ["http/protobuf"]),
+    ],
+)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_which_variable_names_an_authority_and_the_doctor_trusts_whom_the_exporter_trusts(
+    tmp_path: Path, protocol: str, variable: str, trusted_by: list[str]
+) -> None:
+    made = Certificates(tmp_path)
+    pair = made.issue("server")
+    server = HttpServer(403, tls=server_context(pair))
+    with server, grpc_server(grpc.StatusCode.PERMISSION_DENIED, server_credentials(pair)) as grpc_url:
+        told = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": grpc_url if protocol == "grpc" else server.url, variable: made.authority()}
+        environment = {name: value for name, value in clean_environment().items() if not name.endswith(("_CA_BUNDLE", "SSL_CERT_FILE"))}
+        environment |= {"OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "2", **told}
+        result = subprocess.run(
+            [sys.executable, "-c", TRUST],
+            env=environment,
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    distrusted, reason = json.loads(result.stdout)
+    if protocol in trusted_by:
+        assert distrusted == []
+        assert reason.endswith("(the collector knows the token, and it may not write here; ask whoever runs it)")
+    else:
+        assert distrusted == [UNKNOWN_CA]
+        assert reason.endswith(
+            "(the collector's certificate is by nobody trusted here; name its CA's PEM file by OTEL_EXPORTER_OTLP_CERTIFICATE)"
+        )

@@ -228,8 +228,8 @@ def test_a_wrong_path(doctor: Doctor, receiver: OtlpReceiver) -> None:
 def test_credentials_are_never_shown(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "headers").write_text("authorization=Bearer geheim-7")
     with HttpServer(401) as server:
-        endpoint = server.url.replace("//", "//user:geheim-8@")
-        lines = doctor(endpoint, HTTP, OTEL_DFLASH_OTLP_HEADERS_FILE=str(tmp_path / "headers"), OTEL_EXPORTER_OTLP_HEADERS="x-key=geheim-9")
+        variables = {"OTEL_DFLASH_OTLP_HEADERS_FILE": str(tmp_path / "headers"), "OTEL_EXPORTER_OTLP_HEADERS": "x-key=geheim-9"}
+        lines = doctor(server.url, HTTP, jaeger=server.url.replace("//", "//user:geheim-8@"), **variables)
     assert wrong(lines) != []
     assert [line for line in lines if "geheim" in line] == []
 
@@ -355,8 +355,8 @@ def test_sampled_out(doctor: Doctor, receiver: OtlpReceiver) -> None:
     ]
 
 
-def test_no_route_and_half_a_route(doctor: Doctor, receiver: OtlpReceiver) -> None:
-    assert doctor(None) == [
+def test_no_route_and_half_a_route(doctor: Doctor, receiver: OtlpReceiver, tmp_path: Path) -> None:
+    assert doctor(None, XDG_STATE_HOME=str(tmp_path)) == [
         "warn route: no endpoint is set: runs are recorded, and nothing is sent; "
         "give --endpoint http://localhost:PORT, or set OTEL_EXPORTER_OTLP_ENDPOINT"
     ]

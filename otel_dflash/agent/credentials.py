@@ -19,6 +19,9 @@ from otel_dflash.config import HEADERS_FILE_VARIABLE, ConfigError
 
 Signal = Literal["traces", "metrics"]
 
+GRPC_ROOTS_VARIABLE: Final = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+"""gRPC trusts that file in place of its own list where no certificate is set."""
+
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _CERTIFICATES: Final = ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
 
@@ -57,7 +60,7 @@ def uses_tls(signal: Signal, is_grpc: bool, environ: Mapping[str, str]) -> bool:
 
 
 def check_certificates(signal: Signal, is_grpc: bool, environ: Mapping[str, str]) -> None:
-    """Check the files of an exporter that speaks TLS: gRPC would take the system's authorities for a missing one, without a word.
+    """Check the files of an exporter that speaks TLS: gRPC would take its own list of authorities for a missing one, without a word.
 
     Raises:
         ConfigError: A file cannot be read, is no PEM, or does not fit the others; or gRPC would ignore it.
@@ -65,11 +68,9 @@ def check_certificates(signal: Signal, is_grpc: bool, environ: Mapping[str, str]
     (ca_variable, ca), (variable, certificate), (key_variable, key) = (setting(signal, name, environ) for name in _CERTIFICATES)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca and (is_grpc or not Path(ca).is_dir()):  # over HTTP it may be a directory of hashed names
-        _read_pem(ca_variable, ca)
-        try:
-            context.load_verify_locations(ca)
-        except ssl.SSLError as error:
-            raise ConfigError(f"{ca_variable} has no certificate of an authority in {ca!r} ({error.reason}); name a PEM file") from None
+        _check_authorities(context, ca_variable, ca)
+    if is_grpc and not ca and (roots := environ.get(GRPC_ROOTS_VARIABLE, "")):  # grpcio 1.85 aborts the process when it cannot read it
+        _check_authorities(context, GRPC_ROOTS_VARIABLE, roots)
     if key and not certificate:
         raise ConfigError(f"{key_variable} is set without a client certificate; set {key_variable.replace('KEY', 'CERTIFICATE')} too")
     if not certificate:
@@ -141,6 +142,14 @@ def _check_same_kind(variable: str, others: Mapping[str, str]) -> None:
         wanted = variable.replace("CLIENT_CERTIFICATE", name)
         if found != wanted:
             raise ConfigError(f"{variable} has no effect over gRPC without {wanted}, got {found or 'none'}; set {wanted} too")
+
+
+def _check_authorities(context: ssl.SSLContext, variable: str, name: str) -> None:
+    _read_pem(variable, name)
+    try:
+        context.load_verify_locations(name)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{variable} has no certificate of an authority in {name!r} ({error.reason}); name a PEM file") from None
 
 
 def _read_pem(variable: str, name: str) -> None:

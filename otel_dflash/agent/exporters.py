@@ -34,15 +34,13 @@ from otel_dflash.agent.credentials import (
     uses_tls,
 )
 from otel_dflash.agent.noise import describe, redact
-from otel_dflash.config import ConfigError
+from otel_dflash.config import GRPC_TARGETS, ConfigError, check_no_user
 
 E = TypeVar("E", bound=SpanExporter | MetricExporter)
 
 _PROTOCOLS: Final = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
-_GRPC_SCHEMES: Final = ("http", "https", "dns", "unix")  # dns and unix are gRPC's own way to name a target
 _OTLP_PREFIX: Final = "OTEL_EXPORTER_OTLP_"
 _TEMPORALITY: Final = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
-_CERTIFICATES: Final = tuple(f"OTEL_EXPORTER_OTLP_{signal}CERTIFICATE" for signal in ("", "TRACES_", "METRICS_"))
 _CA_BUNDLES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _SELF_FILTERED: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 _MAKING: Final = threading.Lock()  # an exporter reads the environment while it is made, each in the thread of its sink
@@ -67,12 +65,14 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> None
     environ = os.environ if environ is None else environ
     for variable in [name for name in environ if name.startswith(_OTLP_PREFIX)]:
         value = environ.pop(variable).strip()
-        if value:  # the SDK takes an empty INSECURE for false, an empty certificate for the system's
+        if value:  # the SDK takes an empty INSECURE for false, an empty certificate for its library's list
             environ[variable] = value
     environ.setdefault("GRPC_VERBOSITY", "NONE")  # the reason of a failed export comes with it; gRPC's own log is noise
-    if any(environ.get(name) for name in _CERTIFICATES):
-        for name in _CA_BUNDLES:  # requests prefers them to the certificate that was set for OTLP
-            environ.pop(name, None)
+    if any(setting(signal, "CERTIFICATE", environ)[1] for signal in _SIGNALS):
+        bundles = [environ.pop(name, "") for name in _CA_BUNDLES]  # requests prefers them to the certificate that was set for OTLP
+        for signal in _SIGNALS:
+            if any(bundles) and not setting(signal, "CERTIFICATE", environ)[1] and _is_https(signal, environ):
+                environ[f"{_OTLP_PREFIX}{signal.upper()}_CERTIFICATE"] = next(filter(None, bundles))
 
 
 def span_exporters(environ: MutableMapping[str, str] | None = None) -> dict[str, SpanExporter]:
@@ -208,6 +208,7 @@ def _check_endpoint(signal: Signal, name: str, environ: Mapping[str, str]) -> No
     variable, value = setting(signal, "ENDPOINT", environ)
     if not variable:
         return
+    check_no_user(variable, value)
     grpc = protocol_of(signal, name, environ) == _PROTOCOLS["grpc"]
     has_scheme = "://" in value or value.startswith("unix:")
     try:
@@ -217,8 +218,8 @@ def _check_endpoint(signal: Signal, name: str, environ: Mapping[str, str]) -> No
         usable = False
         url = urlsplit("")
     if grpc:
-        own = url.scheme in _GRPC_SCHEMES[2:]
-        usable = own or (usable and (url.scheme in _GRPC_SCHEMES if has_scheme else not url.path))
+        is_usable_url = usable and (url.scheme in ("http", "https") if has_scheme else not url.path)
+        usable = value.startswith(GRPC_TARGETS) or is_usable_url
         example = "http://localhost:4317 or https://collector.example:4317"
     else:
         usable = usable and has_scheme and url.scheme in ("http", "https")
@@ -236,6 +237,11 @@ def _check_temporality(environ: Mapping[str, str]) -> None:
             f"{_TEMPORALITY} must be cumulative, got {preference!r}: a delta that is sent again counts twice; "
             "unset it, and let a collector's cumulativetodelta processor convert"
         )
+
+
+def _is_https(signal: Signal, environ: Mapping[str, str]) -> bool:
+    protocols = {protocol_of(signal, name, environ) for name in exporter_names(signal, environ)}
+    return _PROTOCOLS["http/protobuf"] in protocols and uses_tls(signal, False, environ)
 
 
 def _speaks_tls(signal: Signal, name: str, environ: Mapping[str, str]) -> bool:

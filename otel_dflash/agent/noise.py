@@ -10,7 +10,7 @@ from typing import Final, TextIO
 
 REPEAT_S: Final = 30.0
 
-_USER_INFO: Final = re.compile(r"//[^/@\s]*@")
+_USER_INFO: Final = re.compile(r"//\S*@")  # up to the last @: a password may hold one, and a /
 _HEADER: Final = re.compile(r"(header (?:name|part|value|metadata)\b[^:]*: |metadata was invalid: ).*", re.IGNORECASE)
 _KINDS_MAX: Final = 100
 _TEXT_MAX: Final = 240

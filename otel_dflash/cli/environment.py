@@ -19,6 +19,7 @@ ENDPOINT_VARIABLE: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOL_VARIABLE: Final = "OTEL_EXPORTER_OTLP_PROTOCOL"
 SIGNAL_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
 SIGNAL_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")
+ENDPOINT_VARIABLES: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?ENDPOINT")
 HEADER_VARIABLE: Final = re.compile(r"OTEL_EXPORTER_OTLP_(\w+_)?HEADERS")
 EXPORTER_PREFIXES: Final = ("OTEL_EXPORTER_", "OTEL_TRACES_", "OTEL_METRICS_", config.HEADERS_FILE_VARIABLE, config.KEEP_VARIABLE)
 
@@ -32,8 +33,11 @@ def with_endpoint(environment: Mapping[str, str], endpoint: str | None, protocol
     """Return the agent's environment: the user's, with the flags over it, also over the variables of one signal.
 
     Raises:
-        ConfigError: The endpoint has no scheme.
+        ConfigError: The endpoint has no scheme; it, or a variable that the command would inherit, holds a user or a password.
     """
+    config.check_no_user("--endpoint", endpoint or "")
+    for variable in filter(ENDPOINT_VARIABLES.fullmatch, environment):
+        config.check_no_user(variable, environment[variable])
     if endpoint is not None and "://" not in endpoint:  # the SDK would take it for TLS
         raise ConfigError(f"the endpoint has no scheme, got {endpoint!r}; try http://{endpoint} (or https://)")
     changed = dict(environment)

@@ -7,15 +7,18 @@ that is asked in the wrong language closes the connection, answers in its own, o
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
 from enum import Enum
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from otel_dflash.agent.credentials import GRPC_ROOTS_VARIABLE
 from otel_dflash.doctor.lines import HopError
 from otel_dflash.doctor.route import Credentials, Protocol
 
@@ -122,7 +125,7 @@ def handshake(connection: socket.socket, host: str, protocol: Protocol, credenti
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     else:
-        _load(context, credentials)
+        _load(context, protocol, credentials)
     context.set_alpn_protocols(["h2"] if protocol == "gRPC" else ["http/1.1"])
     return context.wrap_socket(connection, server_hostname=host)
 
@@ -187,30 +190,28 @@ def is_about_certificates(error: ssl.SSLError) -> bool:
     return any(sign in (error.reason or "") for sign in signs)
 
 
-def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
+def _load(context: ssl.SSLContext, protocol: Protocol, credentials: Credentials) -> None:
     """Trust what the exporter trusts, and show the client's certificate."""
+    ca = credentials.ca or _default_roots(protocol)
     try:
-        if not credentials.ca:
-            context.load_default_certs()
-            _load_bundle(context)
-        elif Path(credentials.ca).is_dir():
-            context.load_verify_locations(capath=credentials.ca)
+        if Path(ca).is_dir():
+            context.load_verify_locations(capath=ca)
         else:
-            context.load_verify_locations(credentials.ca)
+            context.load_verify_locations(ca)
         if credentials.certificate:
             context.load_cert_chain(credentials.certificate, credentials.key or None, password=lambda: "")
     except OSError as error:
-        named = ", ".join(filter(None, credentials))
+        named = ", ".join(filter(None, credentials._replace(ca=ca)))
         raise HopError(f"{named} cannot be used ({error.strerror or error}); mend the variable that names it, or the file") from None
 
 
-def _load_bundle(context: ssl.SSLContext) -> None:
-    """Load the roots that come with requests; gRPC's own are the same list."""
-    try:
-        import certifi
-    except ModuleNotFoundError:
-        return
-    context.load_verify_locations(certifi.where())
+def _default_roots(protocol: Protocol) -> str:
+    """Return the file of the authorities that the exporter trusts where none is named: a list of its library's, never the system's."""
+    if protocol == "HTTP":
+        import certifi  # requests needs it
+
+        return certifi.where()
+    return os.environ.get(GRPC_ROOTS_VARIABLE) or str(files("grpc") / "_cython/_credentials/roots.pem")
 
 
 def _is_enough(start: bytes) -> bool:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from otel_dflash.stack.engines import collector_directory
 from tests.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
 from tests.processes import clean_environment
 from tests.running import DEADLINE_S, TESTS, Running, death, poll, received_by_name, repeated, spans_by_name
-from tests.stack.conftest import Stack, Started, configured
+from tests.stack.conftest import READ, Stack, Started, configured, free_ports, need_engine
 
 PROTOCOLS = ["grpc", "http/protobuf"]
 TOKEN = "c0ffee-5f1e4b"
 COMMAND = (sys.executable, "-m", "otel_dflash")
+PAGE = (collector_directory().parent / "docs" / "tls.md").read_text()
+SNIPPETS = dict(re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 
 class Secured:
     """A collector that asks for a certificate and a token, behind it a receiver, and the files of both sides."""
 
-    def __init__(self, stack: Stack, directory: Path, receiver: OtlpReceiver) -> None:
+    def __init__(self, stack: Stack, directory: Path, receiver: OtlpReceiver, tier: str = "otelcol", **variables: str) -> None:
         self.certificates = Certificates(directory / "certificates")
         self.receiver = receiver
         self.headers = directory / "headers"
@@ -36,15 +43,16 @@ class Secured:
         token.write_text(TOKEN)
         certificate, key = self.certificates.issue("server")
         self.client = self.certificates.issue("client", "trainer.example")
+        variables = {"OTELCOL_TRACES_ENDPOINT": receiver.http_endpoint} if tier == "otelcol" else variables
         self.collector: Started = stack.start(
-            "otelcol",
-            service=configured("otelcol", "tls"),
+            tier,
+            service=configured(tier, "tls"),
             OTELCOL_CERT_FILE=certificate,
             OTELCOL_KEY_FILE=key,
             OTELCOL_CLIENT_CA_FILE=self.certificates.authority(),
             OTELCOL_TOKEN_FILE=str(token),
-            OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
             OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint,
+            **variables,
         )
 
     def environment(self, protocol: str) -> dict[str, str]:
@@ -241,13 +249,129 @@ def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
     assert [name for name, content in written.items() if TOKEN.encode() in content] == []
 
 
-@pytest.mark.parametrize("tier", ["otelcol.yaml", "gateway.yaml"])
-def test_the_overlay_keeps_every_extension_of_the_tier_because_a_list_replaces_a_list(tier: str) -> None:
-    def extensions(name: str) -> set[str]:
-        text = (collector_directory() / name).read_text()
-        return {extension for found in re.findall(r"^  extensions: \[(.*)\]$", text, re.MULTILINE) for extension in found.split(", ")}
+def test_a_node_sends_to_a_secured_gateway_by_the_snippet_of_the_page(stack: Stack, tmp_path: Path, receiver: OtlpReceiver) -> None:
+    secured = Secured(stack, tmp_path, receiver, "gateway", GATEWAY_BACKENDS=f"[{receiver.grpc_endpoint.removeprefix('http://')}]")
+    gateway = secured.collector.url("OTELCOL_HTTP_PORT").replace("http://", "https://")
+    snippet = tmp_path / "to-gateway.yaml"
+    snippet.write_text(SNIPPETS[snippet.name])
+    node = configured("otelcol")
+    service = replace(
+        node,
+        arguments=(*node.arguments, f"--config={snippet}"),
+        variables={**node.variables, **dict(READ.findall(SNIPPETS[snippet.name])), "OTELCOL_METRICS_ENDPOINT": ""},
+    )
+    files = {
+        **dict(zip(("OTELCOL_CERT_FILE", "OTELCOL_KEY_FILE"), secured.client, strict=True)),
+        **{name: secured.collector.values[name] for name in ("OTELCOL_CLIENT_CA_FILE", "OTELCOL_TOKEN_FILE")},
+    }
+    started = stack.start("otelcol", "node", service, OTELCOL_TRACES_ENDPOINT=gateway, OTELCOL_METRICS_ENDPOINT=gateway, **files)
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": started.url("OTELCOL_GRPC_PORT"), "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    with Running(tmp_path, **variables) as running:
+        running.start_agent()
+        running.start_trainer()
+        assert running.ask("steps 20") == "done"
+        assert_all_arrives(running, secured)
+        assert running.log_lines() == []
+    own = {"service.name": "otelcol"}
+    assert receiver.wait_for(lambda receiver: any(own.items() <= point.resource.items() for point in receiver.points()), DEADLINE_S)
+    stack.end()
 
-    assert extensions("tls.yaml") == {"bearertokenauth", *extensions(tier)} != {"bearertokenauth"}
+
+OVERLAYS = [
+    *(((tier, "tls"), ()) for tier in ("otelcol", "gateway", "kafka-node", "tail-sampling")),
+    (("otelcol",), ("to-gateway.yaml",)),
+    (("otelcol", "tls"), ("to-gateway.yaml",)),
+    (("kafka-node",), ("to-kafka.yaml",)),
+    (("kafka-node", "tls"), ("to-kafka.yaml",)),
+    (("kafka-gateway",), ("from-kafka.yaml",)),
+]
+
+
+@pytest.mark.parametrize(("files", "snippets"), OVERLAYS)
+def test_the_collector_takes_each_overlay(files: tuple[str, ...], snippets: tuple[str, ...], tmp_path: Path) -> None:
+    for name in snippets:
+        (tmp_path / name).write_text(SNIPPETS[name])
+    configurations = [*(collector_directory() / f"{file}.yaml" for file in files), *(tmp_path / name for name in snippets)]
+    (tmp_path / "token").write_text(TOKEN)
+    result = subprocess.run(
+        [need_engine("otelcol"), "validate", *(f"--config={configuration}" for configuration in configurations)],
+        env={"OTELCOL_TOKEN_FILE": str(tmp_path / "token"), "OTELCOL_METRICS_ENDPOINT": "https://localhost:4318"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_every_snippet_of_the_page_is_laid_over_something() -> None:
+    assert {name for _, snippets in OVERLAYS for name in snippets} == set(SNIPPETS)
+
+
+TIERS: dict[str, Any] = {
+    path.name: yaml.safe_load(path.read_text()) for path in collector_directory().glob("*.yaml") if "memory_limiter:" in path.read_text()
+}
+LISTENING = {name for name, content in TIERS.items() if "otlp" in content["receivers"]}
+
+
+def test_the_overlay_is_said_to_be_for_every_collector_that_listens() -> None:
+    said = re.findall(r"`([\w-]+\.yaml)`", PAGE.partition("`collector/tls.yaml` is laid over ")[2].partition("which take OTLP")[0])
+    assert {*said} == LISTENING == {f"{files[0]}.yaml" for files, snippets in OVERLAYS if files[1:] == ("tls",) and not snippets}
+    assert {*TIERS} - LISTENING == {"kafka-gateway.yaml"}
+    row = re.search(r"^\| `tls\.yaml` \|.*", (collector_directory() / "README.md").read_text(), re.MULTILINE)
+    assert row
+    assert row[0].endswith("all but `kafka-gateway.yaml` |")
+
+
+@pytest.mark.parametrize("tier", sorted(LISTENING))
+def test_the_overlay_secures_every_receiver_and_keeps_every_extension_because_a_list_replaces_a_list(tier: str) -> None:
+    overlay = yaml.safe_load((collector_directory() / "tls.yaml").read_text())
+    content = TIERS[tier]
+    assert overlay["service"]["extensions"] == ["bearertokenauth", *content["service"]["extensions"]]
+    assert {*content["receivers"]} == {*overlay["receivers"]}
+    protocols, secured = content["receivers"]["otlp"]["protocols"], overlay["receivers"]["otlp"]["protocols"]
+    assert {*protocols} == {*secured}
+    assert all({*settings} == {"tls", "auth"} for settings in secured.values())
+
+
+def test_the_snippet_to_a_gateway_keeps_every_extension_with_tls_and_without() -> None:
+    snippet = yaml.safe_load(SNIPPETS["to-gateway.yaml"])
+    overlay = yaml.safe_load((collector_directory() / "tls.yaml").read_text())
+    assert snippet["service"]["extensions"] == overlay["service"]["extensions"]
+    assert snippet["extensions"] == overlay["extensions"]
+
+
+def test_the_pages_way_to_try_it_works_and_leaves_nothing_behind(receiver: OtlpReceiver, tmp_path: Path) -> None:
+    need_engine("otelcol")
+    (walk,) = [block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "openssl" in block]
+    checkout, temporary = tmp_path / "checkout", tmp_path / "temporary"
+    checkout.mkdir()
+    temporary.mkdir()
+    (checkout / "collector").symlink_to(collector_directory())
+    ports = dict(zip(("OTELCOL_GRPC_PORT", "OTELCOL_HTTP_PORT", "OTELCOL_HEALTH_PORT"), map(str, free_ports(3)), strict=True))
+    result = subprocess.run(
+        ["timeout", "-k", "5", "100", "sh", "-c", f"{walk}status=$?; pwd; umask; exit $status"],  # ends the collector too
+        cwd=checkout,
+        env=clean_environment(
+            PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            TMPDIR=str(temporary),
+            XDG_STATE_HOME=str(tmp_path / "state"),
+            OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
+            OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint,
+            **ports,
+        ),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    before = subprocess.run(["sh", "-c", "umask"], capture_output=True, text=True, check=True).stdout
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"\nall right\n{checkout}\n{before}"), result.stdout
+    assert re.search(r"ok +TLS handshake", result.stdout)
+    assert ([path.name for path in checkout.iterdir()], list(temporary.iterdir())) == (["collector"], [])
+    with socket.socket() as connection:
+        assert connection.connect_ex(("127.0.0.1", int(ports["OTELCOL_GRPC_PORT"]))) != 0, "the collector has ended"
 
 
 def command_lines() -> dict[int, str]:
