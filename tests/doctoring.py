@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,6 +25,7 @@ import pytest
 
 from otel_dflash.cli.doctor import prepare
 from otel_dflash.doctor.path import Path as DoctorPath
+from tests.processes import clean_environment
 
 GRPC = "grpc"
 HTTP = "http/protobuf"
@@ -75,6 +78,16 @@ def run_doctor(directory: Path, *arguments: str, **variables: str) -> tuple[int,
     return result.returncode, result.stdout, result.stderr
 
 
+def alone(namespace: str, program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as root of a namespace ("--mount", "--net") of its own; where this machine allows none, the test is skipped."""
+    own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    command = ["unshare", *own_user, namespace, sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env=clean_environment(**variables), capture_output=True, text=True, timeout=60, check=False)
+    if result.returncode and result.stderr.startswith(("unshare:", "cannot mount:")):
+        pytest.skip(f"this machine allows no namespace of our own: {result.stderr.strip()}")
+    return result
+
+
 def normal(text: str) -> str:
     """Return text with every port and trace id replaced."""
     return re.sub(r"\b[0-9a-f]{32}\b", "ID", re.sub(r":\d{4,5}\b", ":PORT", text))
@@ -83,6 +96,29 @@ def normal(text: str) -> str:
 def wrong(lines: list[str]) -> list[str]:
     """Return what is wrong, without the word."""
     return [line.removeprefix("WRONG ") for line in lines if line.startswith("WRONG ")]
+
+
+@contextmanager
+def busy(endpoint: str) -> Iterator[None]:
+    """Send spans to an OTLP receiver of HTTP all the time."""
+    span = {"traceId": "b" * 32, "spanId": "b" * 16, "name": "busy"}
+    body = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
+    request = urllib.request.Request(f"{endpoint}/v1/traces", body, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    ended = threading.Event()
+
+    def send() -> None:
+        while not ended.wait(0.1):
+            opener.open(request, timeout=10).close()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        assert thread.is_alive(), "it was refused"
+        ended.set()
+        thread.join()
 
 
 def closed_port() -> int:

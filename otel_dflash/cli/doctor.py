@@ -1,4 +1,4 @@
-"""`otel-dflash doctor`: does telemetry leave this machine and arrive, and if not, why. Exit code 0 all right, 1 something is wrong."""
+"""`otel-dflash doctor`: does telemetry leave this machine and arrive, and if not, why. Exit code 0 nothing is wrong, 1 something is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ def doctor_command(
     wrong += _print("", [nvml.line(NVML_S)])
     if path:
         wrong += _print("the path", path.check())
-    click.echo(click.style(f"\n{wrong} WRONG: see above", fg="red") if wrong else click.style("\nall right", fg="green"))
+    if wrong:
+        click.secho(f"\n{wrong} WRONG: see above", fg="red")
+    elif path and path.is_checked:
+        click.secho("\nall right", fg="green")
+    else:
+        click.secho("\nnothing is wrong here; the path was not checked", fg="yellow")
     if path and path.is_stuck:  # in a call of an exporter that would hold the exit up
         sys.stdout.flush()
         os._exit(1 if wrong else 0)

@@ -1,9 +1,11 @@
-"""What a collector says of its own exporters: a canary that it took and cannot pass on lies in a queue."""
+"""What collectors say of their own exporters: a canary that one took and cannot pass on lies in a queue."""
 
 from __future__ import annotations
 
 import http.client
 import re
+import time
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from otel_dflash.doctor.backends import Prometheus, fetch
@@ -11,51 +13,76 @@ from otel_dflash.doctor.lines import HopError
 from otel_dflash.doctor.sockets import within
 
 OWN_METRICS_PORT: Final = 8888  # where a collector shows its own metrics, unless it pushes them
+_WINDOW: Final = "90s"  # a collector that pushes does so every 10 to 60 s
+_NAMED_MAX: Final = 3
 _NAMES: Final = "otelcol_exporter_(?:queue_size|(?:sent|send_failed)_(?:spans|metric_points)(?:_total)?)"
 _LINE: Final = re.compile(rf"({_NAMES})\{{([^}}]*)\}} (\S+)")
 _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
-_DATA_TYPES: Final = {"span": "traces", "metric": "metrics"}
-_COUNTED: Final = {"spans": "traces", "metric_points": "metrics"}
+_SIGNALS: Final = {"span": "traces", "metric": "metrics"}
+_DATA_TYPES: Final = {"spans": "traces", "metric_points": "metrics"}
 
 
-class Backlog(NamedTuple):
-    """By exporter and kind of data ('traces', 'metrics'): items in its queue; items sent, and items dropped, since its start."""
+class Exporter(NamedTuple):
+    """One exporter's part for one kind of data ('traces', 'metrics') in one collector, named as it can be found."""
 
-    queued: dict[tuple[str, str], float]
-    sent: dict[tuple[str, str], float]
-    failed: dict[tuple[str, str], float]
+    collector: str
+    name: str
+    data_type: str
+
+    def __str__(self) -> str:
+        return f"exporter {self.name} of {self.collector}"
 
 
-def read(prometheus: Prometheus | None, host: str, timeout_s: float) -> Backlog:
-    """Return what can be learnt: from Prometheus where the collector pushes to it, else from the collector's own port."""
-    backlog = Backlog({}, {}, {})
+@dataclass
+class Backlog:
+    """Items in an exporter's queue; items sent, and items dropped, since its start; when the collector said so, in s since 1970."""
+
+    queued: float = 0.0
+    sent: float = 0.0
+    failed: float = 0.0
+    said_s: float = 0.0
+
+
+def read(prometheus: Prometheus | None, host: str, timeout_s: float) -> dict[Exporter, Backlog]:
+    """Return what can be learnt: from Prometheus of all collectors that push to it, else from the own port of the one at `host`."""
+    found: dict[Exporter, Backlog] = {}
     try:
-        for series in prometheus.query(f'{{__name__=~"{_NAMES}"}}', timeout_s) if prometheus else ():
+        for series in prometheus.query(f'{{__name__=~"{_NAMES}"}}[{_WINDOW}]', timeout_s) if prometheus else ():
             labels = series["metric"]
-            _add(backlog, labels["__name__"], labels, float(series["value"][1]))
+            said_s, value = series["values"][-1]
+            # Summed over all collectors, one that is busy would hide one that is stuck.
+            _add(found, f"{labels.get('job', 'otelcol')} {labels.get('instance', '')}".rstrip(), labels, float(value), said_s)
     except HopError:  # said where Prometheus is asked for the canary
         pass
-    if not backlog.queued and host:
+    if not found and host:
+        now_s = time.time()
         for name, labels, value in _LINE.findall(_own_metrics(host, timeout_s)):
-            _add(backlog, name, dict(_LABEL.findall(labels)), float(value))
-    return backlog
+            named = {**dict(_LABEL.findall(labels)), "__name__": name}
+            _add(found, f"the collector at {host}:{OWN_METRICS_PORT}", named, float(value), now_s)
+    return found
 
 
-def explain(what: str, where: str, waited_s: float, before: Backlog, after: Backlog) -> str:
+def explain(what: str, where: str, waited_s: float, before: dict[Exporter, Backlog], after: dict[Exporter, Backlog]) -> str:
     """Return why the canary's `what` ('span', 'metric'), which was accepted, was not seen, as far as one can know; with the remedy."""
-    for (exporter, data_type), size in after.queued.items():
-        stuck = after.sent.get((exporter, data_type), 0.0) == before.sent.get((exporter, data_type), 0.0)
-        if data_type == _DATA_TYPES[what] and size > 0 and stuck:
-            return (
-                f"the collector took the {what} and cannot pass it on: it waits in the queue of its exporter {exporter}, and nothing is "
-                "sent; start what that sends to, or mend its endpoint (the collector's log says why)"
-            )
-    for (exporter, data_type), failed in after.failed.items():
-        if data_type == _DATA_TYPES[what] and failed > before.failed.get((exporter, data_type), 0.0):
-            return (
-                f"the collector took the {what} and dropped it: what its exporter {exporter} sends to refuses it; "
-                "mend that exporter's endpoint or credentials (the collector's log says why)"
-            )
+    stuck, dropping = [], []
+    for exporter, now in after.items():
+        then = before.get(exporter, Backlog())
+        if exporter.data_type != _SIGNALS[what] or now.said_s == then.said_s:  # it said nothing since, or has ended
+            continue
+        if now.queued > 0 and now.sent == then.sent:
+            stuck.append(exporter)
+        if now.failed > then.failed:
+            dropping.append(exporter)
+    if stuck:
+        return (
+            f"the collector took the {what}, and {what}s wait in the queue of {_listed(stuck)}, which sends none; "
+            "start what that sends to, or mend its endpoint (that collector's log says why)"
+        )
+    if dropping:
+        return (
+            f"the collector took the {what}, and {what}s are dropped by {_listed(dropping)}: what that sends to refuses them; "
+            "mend that exporter's endpoint or credentials (that collector's log says why)"
+        )
     sampler = ", whether it samples," if what == "span" else ""
     return (
         f"the collector took the {what}, and {where} has not shown it within {waited_s:.0f} s; look at the collector's exporter and log"
@@ -63,15 +90,23 @@ def explain(what: str, where: str, waited_s: float, before: Backlog, after: Back
     )
 
 
-def _add(backlog: Backlog, name: str, labels: dict[str, str], value: float) -> None:
-    exporter = labels.get("exporter", "")
+def _add(found: dict[Exporter, Backlog], collector: str, labels: dict[str, str], value: float, said_s: float) -> None:
+    """Add one series; those that differ in other labels, such as an error's kind, are one."""
+    name = labels["__name__"]
+    data_type = next((kind for items, kind in _DATA_TYPES.items() if items in name), labels.get("data_type", ""))
+    backlog = found.setdefault(Exporter(collector, labels.get("exporter", ""), data_type), Backlog())
+    backlog.said_s = max(backlog.said_s, said_s)
     if name.endswith("queue_size"):
-        key = exporter, labels.get("data_type", "")
-        backlog.queued[key] = backlog.queued.get(key, 0.0) + value
-    for items, data_type in _COUNTED.items():
-        if items in name:
-            counts = backlog.failed if "failed" in name else backlog.sent
-            counts[exporter, data_type] = counts.get((exporter, data_type), 0.0) + value
+        backlog.queued += value
+    elif "failed" in name:
+        backlog.failed += value
+    else:
+        backlog.sent += value
+
+
+def _listed(exporters: list[Exporter]) -> str:
+    more = len(exporters) - _NAMED_MAX
+    return ", ".join(map(str, sorted(exporters)[:_NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
 
 
 def _own_metrics(host: str, timeout_s: float) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 from otel_dflash.agent.credentials import Signal
 from otel_dflash.agent.exporters import exporter_names
 from otel_dflash.agent.sampling import KEEP, Sampling
-from otel_dflash.doctor import backlog, canary
+from otel_dflash.doctor import backlog, canary, stack
 from otel_dflash.doctor.backends import METRIC, Jaeger, Prometheus
 from otel_dflash.doctor.clock import Clock
 from otel_dflash.doctor.hops import Hops
@@ -18,9 +18,8 @@ from otel_dflash.doctor.route import routes
 
 POLL_S: Final = 0.1
 _SIGNALS: Final[tuple[Signal, ...]] = ("traces", "metrics")
-_NO_ROUTE: Final = (
-    "no endpoint is set: runs are recorded, and nothing is sent; give --endpoint http://localhost:4317, or set OTEL_EXPORTER_OTLP_ENDPOINT"
-)
+_NO_ROUTE: Final = "no endpoint is set: runs are recorded, and nothing is sent; {}, or set OTEL_EXPORTER_OTLP_ENDPOINT"
+_USUAL: Final = "give --endpoint http://localhost:4317"
 
 
 class Path:
@@ -39,6 +38,8 @@ class Path:
         self._jaeger = Jaeger("Jaeger", jaeger_url, self._clock) if jaeger_url else None
         self._prometheus = Prometheus("Prometheus", prometheus_url, self._clock) if prometheus_url else None
         self._canary = canary.new()
+        self.is_checked = False
+        """Something goes out from here, and was tried."""
         self.is_stuck = False
         """An exporter hangs in a call that nothing can end."""
 
@@ -51,8 +52,10 @@ class Path:
         self._deadline = time.monotonic() + self._timeout_s
         sent = [signal for signal in _SIGNALS if exporter_names(signal, self._environ)]
         if not sent:
-            yield warning("route", _NO_ROUTE)
+            here = stack.endpoint(self._environ)
+            yield warning("route", _NO_ROUTE.format(f"the stack of this host takes it: give --endpoint {here}" if here else _USUAL))
             return
+        self.is_checked = True
         for signal in (signal for signal in _SIGNALS if signal not in sent):
             yield warning("route", f"no {signal} are sent: OTEL_{signal.upper()}_EXPORTER or the endpoint leaves them out")
         if "traces" in sent:
@@ -71,7 +74,7 @@ class Path:
 
     def _send(self, signals: list[Signal], host: str) -> Iterator[Line]:
         is_watched = self._jaeger or self._prometheus
-        before = backlog.read(self._prometheus, host, self._left_s() / 4) if is_watched else backlog.Backlog({}, {}, {})
+        before = backlog.read(self._prometheus, host, self._left_s() / 4) if is_watched else {}
         sending = canary.Sending(self._canary, self._environ)
         yield from sending.send(signals, max(1.0, self._left_s() / 2))
         self.is_stuck = sending.is_stuck

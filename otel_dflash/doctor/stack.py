@@ -29,6 +29,15 @@ def check() -> Iterator[Line]:
         yield warning("stack", f"{said}; otel-dflash stack up")
 
 
+def endpoint(environ: Mapping[str, str]) -> str:
+    """Return where the stack's healthy collector takes OTLP by the protocol that `environ` sets, "" where there is none."""
+    try:
+        grpc, http = next((row.addresses for row in control.status() if (row.name, row.state) == ("otelcol", "healthy")), ("", ""))
+    except EngineError:  # said by `check`
+        return ""
+    return grpc if environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc") == "grpc" else http
+
+
 def addresses(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the URLs of Jaeger and Prometheus by name where a configured route leads to the stack's collector, else {}.
 
