@@ -42,12 +42,13 @@ def main() -> None:
             with postprocess.queue_put:
                 hidden_states.put(batch)
 
-    def draft(number: int, then: Callable[[], None] = lambda: None) -> None:
+    def draft(number: int, begins: Callable[[], object] = bool, took: Callable[[], object] = bool) -> None:
         drafter = drafters[number % 2]
         with drafter.step() as step:
             with drafter.queue_get:
-                then()
+                begins()
                 hidden_states.get()
+            took()
             with drafter.queue_get:
                 hidden_states.get()
             with drafter.forward:
@@ -62,11 +63,12 @@ def main() -> None:
         make(2 * number)
         make(2 * number + 1)
         draft(number)
-    waits = threading.Event()
-    waiting = threading.Thread(target=draft, args=(WAITING_STEP, waits.set))
+    waits, took = threading.Event(), threading.Event()
+    waiting = threading.Thread(target=draft, args=(WAITING_STEP, waits.set, took.set))
     waiting.start()
     waits.wait()
     make(SLOW_BATCH)
+    took.wait()
     make(SLOW_BATCH + 1)
     waiting.join()
     with suppress(ZeroDivisionError), drafters[0].step() as step, drafters[0].optimizer:

@@ -298,42 +298,83 @@ def test_api_v3_searches_by_duration_and_answers_404_for_none(searched: Searched
 # --- docs/jaeger.md
 
 COMMANDS = re.findall(r"```sh\n(.*?)```", (PROJECT / "docs" / "jaeger.md").read_text(), re.DOTALL)
+OF_THE_EXAMPLE = ("dflash-", "example-")
 
 
-def ask(searched: Searched, command: str) -> str:
-    """Run a command of the page as it stands."""
+def ask(searched: Searched, command: str, directory: Path, *changes: tuple[str, str]) -> str:
+    """Run a command of the page, with the file that the longer ones need beside it, as they stand but for some changes."""
+    text = f"{COMMANDS[1]}\n{command}"
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
     environment = {**os.environ, "JAEGER": searched.jaeger.url, "NO_PROXY": "*"}
-    ran = subprocess.run(["bash", "-ec", command], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(["bash", "-ec", text], cwd=directory, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
-    return re.sub(r"\d+\.\d+ m?s", "TIME", re.sub(r"trace [0-9a-f]{32}", "trace ID", ran.stdout))
+    return ran.stdout
 
 
-def test_the_documented_searches_answer(searched: Searched) -> None:
-    address, searches, slowest, waits, batch, _ = COMMANDS
+def without_numbers(answer: str) -> list[str]:
+    return re.sub(r"\d+\.\d+ m?s", "TIME", re.sub(r"trace [0-9a-f]{32}", "trace ID", answer)).splitlines()
+
+
+def test_the_documented_searches_answer(searched: Searched, tmp_path: Path) -> None:
+    address, _, searches, slowest, waits, batch, _ = COMMANDS
     assert address.startswith("export JAEGER=http://localhost:16686 ")
-    answers = [json.loads(ask(searched, line)) for line in searches.splitlines() if not line.startswith("#")]
+    answers = [json.loads(ask(searched, line, tmp_path)) for line in searches.splitlines() if not line.startswith("#")]
     assert [[number for trace in answer["data"] for number in drafter_steps(trace)] for answer in answers] == [[3, 1], [4], [3, 2]]
-    assert ask(searched, slowest).splitlines()[:2] in (
-        [
-            "drafter 1, step 3: TIME, of which TIME in drafter.queue_get (trace ID)",
-            "drafter 0, step 2: TIME, of which TIME in drafter.forward (trace ID)",
-        ],
-        [
-            "drafter 0, step 2: TIME, of which TIME in drafter.forward (trace ID)",
-            "drafter 1, step 3: TIME, of which TIME in drafter.queue_get (trace ID)",
-        ],
-    ), "each was made 300 ms long"
-    assert ask(searched, waits).splitlines() == [
-        "drafter 1 waited TIME in 4 waits; the longest:",
-        "TIME in step 3, for an item of hidden_states, bucket 128, TIME old: batch 6 of target 0, which spent TIME in target.model_forward",
+    assert sorted(without_numbers(ask(searched, slowest, tmp_path))[:2]) == [
+        "drafter 0, step 2: TIME, of which TIME in drafter.forward (trace ID)",
+        "drafter 1, step 3: TIME, of which TIME in drafter.queue_get (trace ID)",
+    ], "each was made 300 ms long"
+    of_targets = [("drafter.step", "target.step"), ('f"drafter ', 'f"target '), ("'dflash.step'", "'dflash.batch.id'")]
+    assert re.match("target 0, step 6: .* in target.model_forward ", ask(searched, slowest, tmp_path, *of_targets))
+    assert without_numbers(ask(searched, waits, tmp_path))[0] == (
+        "TIME, until batch 6 of target 0 was put, which had spent TIME in target.model_forward; "
+        "took an item of hidden_states, bucket 128, TIME old (trace ID)"
+    )
+    assert without_numbers(ask(searched, batch, tmp_path)) == ["batch 4: target 0, TIME (trace ID)", "batch 5: target 1, TIME (trace ID)"]
+
+
+@pytest.mark.parametrize("limit", [1000, 7])
+@pytest.mark.parametrize("tags", ["", ', **{"dflash.run.id": "run-2"}'], ids=["every-run", "one-run"])
+def test_the_slowest_steps_are_found_among_more_than_an_answer_holds(searched: Searched, tmp_path: Path, limit: int, tags: str) -> None:
+    """Of 40 steps; the first ones are the slowest, and Jaeger answers with the newest ones."""
+    steps = [span for span in searched.spans("example").values() if span.name == "drafter.step"]
+    changes = [(", 1000, operation", f", {limit}, operation"), ('"drafter.step", 3)', f'"drafter.step", 3{tags})')]
+    said = ask(searched, COMMANDS[3], tmp_path, OF_THE_EXAMPLE, *changes)
+    assert [line.partition(" ms,")[0] for line in said.splitlines()] == [
+        f"drafter {span.attributes['dflash.worker.id']}, step {span.attributes['dflash.step']}: {duration_us(span) / 1e3:.1f}"
+        for span in sorted(steps, key=duration_us, reverse=True)[:3]
     ]
-    assert ask(searched, batch).splitlines() == ["batch 4: target 0, TIME (trace ID)", "batch 5: target 1, TIME (trace ID)"]
+
+
+def duration_us(span: Span) -> int:
+    return (span.end_ns - span.start_ns) // 1000
+
+
+def test_a_wait_at_a_queue_with_min_ready_is_laid_to_the_put_that_ended_it(searched: Searched, tmp_path: Path) -> None:
+    """The example's queue gives nothing before four items are there."""
+    spans = searched.spans("example")
+    puts = sorted((span for span in spans.values() if span.name == "postprocess.queue_put"), key=lambda span: span.start_ns)
+    gets = [span for span in spans.values() if span.name == "drafter.queue_get"]
+    waits = sorted((get for get in gets if get.attributes["dflash.worker.id"] == "1"), key=duration_us, reverse=True)[:3]
+    said = ask(searched, COMMANDS[4], tmp_path, OF_THE_EXAMPLE).splitlines()
+    for line, wait in zip(said, waits, strict=True):
+        taken = sum(get.end_ns < wait.end_ns for get in gets)
+        makers = [spans[put.parent_id].attributes for put in puts[taken + 3 :] if put.start_ns < wait.end_ns]  # one, unless threads lag
+        (item,) = (event.attributes for event in wait.events)
+        assert re.sub(r"(which had spent) \d+\.\d ms", r"\1 TIME", line) in [
+            f"{duration_us(wait) / 1e3:.1f} ms, until batch {made['dflash.batch.id']} of target {made['dflash.worker.id']} was put, "
+            "which had spent TIME in target.model_forward; took an item of hidden_states, "
+            f"bucket {item['dflash.bucket.id']}, {1e3 * item['dflash.queue.residence']:.1f} ms old (trace {wait.trace_id})"
+            for made in makers
+        ]
 
 
 # --- service performance monitoring
 
 
-def test_latencies_calls_and_errors_come_from_prometheus(stack: Stack) -> None:
+def test_latencies_calls_and_errors_come_from_prometheus(stack: Stack, tmp_path: Path) -> None:
     prometheus = stack.start("prometheus")
     jaeger = stack.start("jaeger", JAEGER_PROMETHEUS_URL=prometheus.url("PROMETHEUS_PORT"))
     send_run(jaeger.directory, jaeger.url("JAEGER_GRPC_PORT"), str(HERE / "searched_trainer.py"), OTEL_METRICS_EXPORTER="none")
@@ -343,7 +384,7 @@ def test_latencies_calls_and_errors_come_from_prometheus(stack: Stack) -> None:
     def newest(command: str) -> dict[str, float]:
         """Return each operation's newest value that is not zero."""
         found = {}
-        for metric in json.loads(ask(searched, command))["metrics"]:
+        for metric in json.loads(ask(searched, command, tmp_path))["metrics"]:
             label = {label["name"]: label["value"] for label in metric["labels"]}
             values = [point["gaugeValue"]["doubleValue"] for point in metric["metricPoints"]]
             if any(isinstance(value, float) and value > 0 for value in values):
@@ -356,4 +397,4 @@ def test_latencies_calls_and_errors_come_from_prometheus(stack: Stack) -> None:
     assert rates["drafter.step"] / rates["drafter.forward"] == pytest.approx(5 / 4)
     assert newest(errors) == {"dflash-drafter": pytest.approx(2 / 18)}  # a step and its optimizer, of 5 steps, 5 optimizers, 4 and 4
     assert 200 <= newest(latencies)["drafter.step"] <= 500, "ms; the slow one took 300"
-    assert json.loads(ask(searched, minstep))["data"] == 1
+    assert json.loads(ask(searched, minstep, tmp_path))["data"] == 1
