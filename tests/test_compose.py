@@ -14,6 +14,8 @@ from otel_dflash.stack.services import SERVICES
 from tests.compose import ComposeError, Loader
 
 FILE = collector_directory() / "compose.yaml"
+COLLECTORS = {"": {"otelcol"}, "compose.gateway.yaml": {"otelcol", "gateway"}, "compose.kafka.yaml": {"otelcol", "kafka-gateway"}}
+"""What is laid over compose.yaml -> the collectors that run then."""
 PORTS = {name: port for service in NAMES for name, port in SERVICES[service].variables.items() if name.endswith("_PORT")}
 
 
@@ -25,6 +27,10 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
 @pytest.fixture(scope="module")
 def services(loader: Loader) -> Any:
     return loader.load(FILE)["services"]
+
+
+def laid_over(loader: Loader, overlay: str, **variables: str) -> Any:
+    return loader.load(*([FILE, FILE.with_name(overlay)] if overlay else [FILE]), **variables)["services"]
 
 
 def test_it_follows_the_specification(loader: Loader) -> None:
@@ -110,5 +116,25 @@ def test_configuration_is_mounted_read_only_and_data_lies_in_volumes_of_the_imag
     assert stored == {mount["target"] for name in users for mount in services[name]["volumes"] if mount["type"] == "volume"}
 
 
-def test_all_that_keep_running_have_a_health_check(services: Any) -> None:
-    assert {name for name, service in services.items() if "healthcheck" not in service} == {"prepare", "otelcol"}
+@pytest.mark.parametrize(("overlay", "collectors"), COLLECTORS.items())
+def test_all_that_keep_running_have_a_health_check(overlay: str, collectors: set[str], loader: Loader) -> None:
+    """Of a collector a container beside it asks, so `up --wait` waits for it too."""
+    services = laid_over(loader, overlay)
+    assert {name for name, service in services.items() if "healthcheck" not in service} == {"prepare", *collectors}
+    for name in collectors:
+        beside = services[f"{name}-health"]
+        assert beside["healthcheck"] == {
+            **services["prometheus"]["healthcheck"],
+            "test": ["CMD", "wget", "-qO", "/dev/null", f"http://{name}:13133/"],
+        }
+        assert beside == {**services["otelcol-health"], "healthcheck": beside["healthcheck"], "depends_on": beside["depends_on"]}
+        assert list(beside["depends_on"]) == [name]
+
+
+@pytest.mark.parametrize(("overlay", "collectors"), COLLECTORS.items())
+def test_queue_and_memory_are_chosen_by_their_variables_for_every_collector(overlay: str, collectors: set[str], loader: Loader) -> None:
+    chosen = {"OTELCOL_QUEUE_BYTES": "1000", "OTELCOL_MEMORY_MIB": "2"}
+    for given, expected in (({}, {name: SERVICES["otelcol"].variables[name] for name in chosen}), (chosen, chosen)):
+        services = laid_over(loader, overlay, **given)
+        found = {name: {variable: services[name]["environment"].get(variable) for variable in chosen} for name in collectors}
+        assert found == dict.fromkeys(collectors, expected)

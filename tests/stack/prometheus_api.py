@@ -52,6 +52,10 @@ class Prometheus:
         data = self._get("query_exemplars", {"query": query, "start": from_s, "end": to_s})
         return [(series["seriesLabels"], series["exemplars"]) for series in data]
 
+    def alertmanagers(self) -> list[str]:
+        """Return the URLs that alerts are sent to."""
+        return [one["url"] for one in self._get("alertmanagers", {})["activeAlertmanagers"]]
+
     def _get(self, path: str, arguments: Any) -> Any:
         with _DIRECT.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}", timeout=30) as answer:
             content = json.load(answer)
