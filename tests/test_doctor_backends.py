@@ -25,6 +25,12 @@ def test_a_backend_that_is_not_there_or_not_one(doctor: Doctor, receiver: OtlpRe
     assert line.endswith(f"(HTTP 200); mend --{option} (usually port {port})")
 
 
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_user_in_the_url_of_a_backend_is_not_shown(doctor: Doctor, receiver: OtlpReceiver, scheme: str) -> None:
+    (line,) = wrong(doctor(receiver.grpc_endpoint, jaeger=f"{scheme}me:geheim@127.0.0.1:{closed_port()}"))
+    assert line == "seen in Jaeger: nothing listens at http://***@127.0.0.1:PORT; start Jaeger, or mend --jaeger"
+
+
 @pytest.mark.parametrize("url", ["http://localhost:abc", "http://localhost:99999", "http://[::1", "ftp://localhost", "http://"])
 def test_what_is_no_url_of_a_backend_is_refused_at_once(doctor: Doctor, receiver: OtlpReceiver, url: str) -> None:
     with pytest.raises(ConfigError) as caught:

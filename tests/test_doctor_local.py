@@ -97,7 +97,7 @@ def test_the_exit_code(places: Path, tmp_path: Path) -> None:
     assert run_doctor(tmp_path, "--endpoint", endpoint, "--jaeger", "localhost:port") == (
         2,
         "",
-        "otel-dflash: --jaeger must be the URL of an HTTP API, got 'localhost:port'; try http://localhost:16686\n",
+        "otel-dflash: --jaeger must be the URL of an HTTP API, got 'http://localhost:port'; try http://localhost:16686\n",
     )
     code, _, err = run_doctor(tmp_path, "--local", OTEL_DFLASH_RING_BYTES="1")
     assert (code, err) == (

@@ -47,10 +47,11 @@ class Backend:
             ConfigError: `url` is none.
         """
         self.name = name
-        self.url = redact(url.rstrip("/"))
+        url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.url = redact(url)
         self._clock = clock
         try:
-            self._parts = urlsplit(url if "://" in url else f"http://{url}")
+            self._parts = urlsplit(url)
             is_url = self._parts.scheme in ("http", "https") and self._parts.hostname and self._parts.port != 0
         except ValueError:
             is_url = False
