@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from otel_dflash.agent import identity
+from otel_dflash.agent.recent import RECENT_BYTES_MAX
 from otel_dflash.agent.sampling import Sampling
 from tests import agent_killed_at
 from tests.otlp_receiver import OtlpReceiver
 from tests.processes import clean_environment
 from tests.running import Running, death, poll, spans_by_name, totals_received
-from tests.test_sampling import sent
+from tests.test_sampling import sent, step_ids
 
 DRIVER = str(Path(agent_killed_at.__file__))
 TENTH = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.1", "OTEL_DFLASH_KEEP": "slow,error"}
@@ -79,6 +83,79 @@ def test_a_kill_loses_nothing_that_is_kept(point: str, number: int, tmp_path: Pa
         assert {span.span_id: span.encoded for span in receiver.spans()} == wanted
         assert {(span.span_id, span.encoded) for span in receiver.spans()} == set(wanted.items()), "a repeated span is byte-identical"
         assert totals_received(receiver) == {**spans_by_name(counts), "tokens": counts["tokens"]}
+
+
+HELD = """
+import json, queue, threading
+import otel_dflash
+
+telemetry = otel_dflash.start()
+items = telemetry.wrap_queue(queue.Queue(), "hidden_states")
+target, filler, drafter = telemetry.worker("target", 0), telemetry.worker("postprocess", 0), telemetry.worker("drafter", 0)
+
+kept = []
+
+def drafter_step(take=False, seconds=0.0, fails=False):
+    try:
+        with drafter.step() as step:
+            if take:
+                with drafter.queue_get:
+                    made_by = items.get()
+                if seconds or fails:
+                    kept.append([step.id, made_by])
+            with drafter.forward:
+                threading.Event().wait(seconds)
+                if fails:
+                    raise ValueError
+    except ValueError:
+        pass
+
+for _ in range(60):
+    with target.step() as step, target.queue_put:
+        items.put(step.id)
+print("made", flush=True)
+input()
+for _ in range(90):
+    with filler.step():
+        for _ in range(1600):
+            with filler.d2h:
+                pass
+for number in range(120):  # what a step of this role may take: up to 0.3 s
+    drafter_step(seconds=0.3 if number < 3 else 0.0)
+planted = {10: 0.6, 30: 0.9, 50: 1.2}
+for number in range(60):
+    drafter_step(True, planted.get(number, 0.0), number == 40)
+telemetry.close()
+print(json.dumps(kept))
+"""
+
+
+def test_slow_and_failed_steps_of_a_live_run_are_sent_with_what_they_took_which_is_on_disk_only(
+    tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    sampling = {"OTEL_TRACES_SAMPLER": "always_off", "OTEL_DFLASH_KEEP": "slow,error", "OTEL_DFLASH_RING_BYTES": f"{16 << 20}"}
+    with Running(tmp_path, **receiver.environment("grpc"), **sampling) as running:
+        agent = running.start_agent()
+        command = [sys.executable, "-c", HELD]
+        trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=running.environment)
+        running.trainer = trainer
+        running.trainers.append(trainer)
+        assert trainer.stdout
+        assert trainer.stdout.readline() == b"made\n"
+        poll(running.is_drained)
+        made = running.frames()[-1].number
+        kept = json.loads(running.ask("go on"))
+        assert (len(kept), death(trainer)) == (4, 0)
+        running.member.unlink()
+        assert death(agent) == 0, running.log.read_text()
+        held = sum(len(frame.payload) for frame in running.frames() if frame.number > made)
+        said = running.delivery()["spans"]["sampled"]
+    assert held > RECENT_BYTES_MAX, "else the producers may be in memory"
+    assert step_ids(receiver.spans()) == {identity.step_span_id(step) for pair in kept for step in pair}
+    phases = ("target.step", "target.queue_put", "drafter.step", "drafter.queue_get", "drafter.forward")
+    assert Counter(span.name for span in receiver.spans()) == dict.fromkeys(phases, 4)
+    assert len({span.trace_id for span in receiver.spans()}) == 4, "each with its producer in one trace"
+    assert (said["kept_steps"], said["lost_traces"]) == ({"slow": 3, "error": 1, "truncated": 0}, 0)
 
 
 def run_command(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

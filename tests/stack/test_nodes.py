@@ -9,7 +9,7 @@ from pathlib import Path
 
 from otel_dflash.agent import identity
 from tests.otlp_receiver import OtlpReceiver, Span
-from tests.running import poll
+from tests.running import Running, death, poll
 from tests.stack.conftest import Stack, Started
 from tests.stack.jaeger_api import Jaeger
 from tests.stack.nodes import ADDRESSES, GATEWAY, TAIL_SAMPLING, TwoNodes, await_live, backends, step_totals, steps
@@ -170,6 +170,32 @@ def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_pat
     others = len(set(kept) - failed) / len(set(traces) - failed)
     assert failed
     assert 0.05 < others < 0.6, others
+
+
+def test_a_tail_sampler_keeps_the_trace_of_a_step_that_was_cut_off(stack: Stack, tmp_path: Path) -> None:
+    with OtlpReceiver() as receiver:
+        sampler = stack.start(
+            "tail-sampling",
+            service=TAIL_SAMPLING,
+            SAMPLING_DECISION_WAIT="1s",
+            SAMPLING_PERCENTAGE="0",
+            OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
+        )
+        with Running(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=sampler.url("OTELCOL_GRPC_PORT"), OTEL_METRICS_EXPORTER="none") as run:
+            agent = run.start_agent()
+            run.start_trainer()
+            run.ask("steps 20")
+            run.ask("hang")
+            run.kill_trainer()
+            assert death(agent) == 0
+            recorded = recorded_spans(run.recording)
+        cut_off = {span.trace_id for span in recorded.values() if span.attributes.get("dflash.span.truncated")}
+        expected = {span.span_id for span in recorded.values() if span.trace_id in cut_off}
+        poll(lambda: receiver.span_ids() >= expected)
+        assert receiver.span_ids() == expected
+    assert len(cut_off) == 1
+    assert len({span.trace_id for span in recorded.values()}) == 21
+    assert {span.status for span in recorded.values()} == {"UNSET"}, "no other policy keeps it"
 
 
 def ids_by_trace(spans: list[Span]) -> dict[str, set[str]]:

@@ -5,6 +5,7 @@ Doubles are counted in a receiver of the test in Jaeger's place: Jaeger hides th
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -62,8 +63,9 @@ def collector_to(stack: Stack, sink: OtlpReceiver, **variables: str) -> Started:
     return stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=endpoint, OTELCOL_METRICS_ENDPOINT=endpoint, **variables)
 
 
-def running_to(collector: Started, directory: Path) -> Running:
-    return Running(directory, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url("OTELCOL_GRPC_PORT"), OTEL_EXPORTER_OTLP_TIMEOUT="2")
+def running_to(collector: Started, directory: Path, timeout_s: int = 2) -> Running:
+    endpoint = collector.url("OTELCOL_GRPC_PORT")
+    return Running(directory, OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, OTEL_EXPORTER_OTLP_TIMEOUT=f"{timeout_s}")
 
 
 def train_for(running: Running, seconds: float) -> None:
@@ -118,19 +120,28 @@ def test_jaeger_stopped_for_a_minute_and_the_collector_killed_twice_lose_no_span
 
 def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: Stack, sink: Sink, tmp_path: Path) -> None:
     collector = collector_to(stack, sink)
-    with running_to(collector, tmp_path) as running:
+    with running_to(collector, tmp_path, timeout_s=30) as running:  # an answer that is only late must not count as none
         running.start_agent()
         running.start_trainer()
         train_for(running, 2)
+        poll(lambda: is_all_taken(running))
+        confirmed = recorded_spans(running.recording).keys()
+        poll(lambda: sink.span_ids() == confirmed)
         sink.gate.clear()
-        poll(lambda: running.ask("steps 5") and sink.unanswered)
-        collector.kill()
-        sink.gate.set()
         running.ask("steps 50")
+        poll(lambda: is_all_taken(running))  # so the agent has nothing under way, and the collector all of this
+        planted = recorded_spans(running.recording).keys() - confirmed
+        poll(lambda: sink.unanswered.keys() >= planted)
+        collector.kill()
+        assert sink.unanswered == dict.fromkeys(planted, 1)
+        sink.gate.set()
+        train_for(running, 2)  # so the agent tries in vain
         collector.start()
+        poll(lambda: sum(span.span_id in planted for span in sink.spans()) >= 2 * len(planted))
         sink.down = True
         train_for(running, 2)
-        collector.kill()  # with nothing under way but what it refused
+        collector.kill()  # the sink refused what was under way to it; one request of the agent may be under way
+        train_for(running, 2)
         collector.start()
         sink.down = False
         expected = finish(running)
@@ -138,9 +149,11 @@ def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: St
     times = Counter(span.span_id for span in sink.spans())
     assert times.keys() == expected.keys()
     assert {span.span_id: replace(span, resource=expected[span.span_id].resource) for span in sink.spans()} == expected
-    doubled = {span_id for span_id, count in times.items() if count > 1}
-    assert sink.unanswered.keys() <= doubled
-    assert len(doubled - sink.unanswered.keys()) <= 2 * SPANS_PER_BATCH, "a request of the agent for each kill: taken, but not answered"
+    assert {times[span_id] for span_id in planted} == {2}, "the first kill repeats what was stored and not answered, once"
+    assert {times[span_id] for span_id in confirmed} == {1}, "what was answered is not repeated"
+    again = Counter({span_id: count - 1 for span_id, count in times.items() if count > 1 and span_id not in planted})
+    assert set(again.values()) <= {1}, "all else was made after the first kill"
+    assert again.total() <= SPANS_PER_BATCH, "one request of the agent: the second kill repeats what was taken and not answered"
     assert_nothing_dropped(collector.log)
 
 
@@ -191,13 +204,18 @@ def test_spans_of_200_links_arrive_after_an_outage_in_requests_that_fit(stack: S
 def test_a_collector_without_room_refuses_and_the_agent_waits_for_one_that_has_it(
     variable: str, scarce: str, enough: str, said: str, stack: Stack, sink: Sink, tmp_path: Path
 ) -> None:
-    sink.down = True
-    collector = collector_to(stack, sink, **{variable: scarce})
+    collector = collector_to(stack, sink, **{variable: enough})
     with running_to(collector, tmp_path) as running:
         running.start_agent()
         running.start_trainer()
+        poll(lambda: train_for(running, 0.1) or sink.spans())  # type: ignore[func-returns-value]
+        collector.kill()
+        collector.variables[variable] = scarce
+        sink.down = True
+        collector.start()
         poll(lambda: train_for(running, 0.5) or said in running.log.read_text())  # type: ignore[func-returns-value]
         position = cursor(running)
+        assert position > 0, "spans were taken before"
         train_for(running, 2)
         assert cursor(running) == position, "the agent waits where it was refused"
         collector.kill()
@@ -210,6 +228,11 @@ def test_a_collector_without_room_refuses_and_the_agent_waits_for_one_that_has_i
     assert_nothing_dropped(collector.log)
 
 
-def cursor(running: Running) -> list[str]:
-    """Return the cursor of the spans, [] while nothing was ever taken."""
-    return [path.read_text() for path in running.recording.glob("cursor-spans-*.json")]
+def cursor(running: Running) -> int:
+    """Return the number of the frame at which the spans' cursor stands, 0 while nothing was ever taken."""
+    return max((json.loads(path.read_bytes())["position"] for path in running.recording.glob("cursor-spans-*.json")), default=0)
+
+
+def is_all_taken(running: Running) -> bool:
+    """Return whether the collector has answered the agent for all that is recorded. The trainer must be at rest."""
+    return running.is_drained() and cursor(running) == running.frames()[-1].number + 1
