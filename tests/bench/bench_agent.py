@@ -26,6 +26,7 @@ from otel_dflash.agent.drain import Drain
 from otel_dflash.agent.loop import say
 from otel_dflash.agent.recording import RecordingReader, RecordingWriter, RunInfo, create_recording
 from otel_dflash.agent.span_sink import SpanSink
+from otel_dflash.config import node_name
 from otel_dflash.session import Session, create_session, remove_session
 
 WORKERS = 8
@@ -79,7 +80,7 @@ def record(session: Session, rounds: int) -> list[float]:
     """Fill the rings and take them to the recording, again and again; return records/s of each round."""
     telemetry = Telemetry(session)
     workers: list[object] = [telemetry.worker("target", index, gpu=index) for index in range(WORKERS)]
-    info = RunInfo(session.run_id, os.uname().nodename, session.anchor_wall_ns, session.anchor_mono_ns, session.anchor_wall_ns, "bench")
+    info = RunInfo(session.run_id, node_name(), session.anchor_wall_ns, session.anchor_mono_ns, session.anchor_wall_ns, "bench")
     create_recording(session.recording, info)
     writer = RecordingWriter(session.recording, 2 << 30)
     drain = Drain(session, writer, say)

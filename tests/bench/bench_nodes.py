@@ -1,10 +1,10 @@
 """What a collector costs per span, by tier and by how many nodes send to it: one recording, replayed as 1, 4, 16 and 64 nodes at once.
 
-Run: python tests/bench/bench_nodes.py     (about three minutes; the engines must be built: make engines)
+Run: python tests/bench/bench_nodes.py     (about four minutes; the engines must be built: make engines)
 
-Each node sends the same spans under a name of its own, one request at a time, in the very requests of an agent. CPU is what the kernel
-charged the collector from the first request until the last span has left it; memory is its largest resident set. The sink counts spans
-and keeps none.
+The nodes send the same spans, each under a name of its own and one request at a time, in the very requests of an agent: 128 of them from
+one node, 32 from each of several. CPU is what the kernel charged the collector from the first request until the last span has left it;
+memory is its largest resident set in the first round, as the nodes become more. The sink counts spans and keeps none.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ from tests.stack.nodes import GATEWAY, KAFKA_GATEWAY, KAFKA_NODE
 
 NODES = (1, 4, 16, 64)
 ROUNDS = 3
-REQUESTS = 128  # of all nodes together, in each round
+REQUESTS = 128  # of all nodes together in each round, but ...
+REQUESTS_PER_NODE_MIN = 32  # ... at least so many of each
 NAME = "node-000"  # as long as every other node's, so that it can be replaced in an encoded request
 DEADLINE_S = 120.0
+LOOK_S = 0.02
+PACE = 42_000  # spans/s: a third of what 1 000 ranks make
+PACED_REQUESTS = 600
 
 SINK = """
 import sys, threading
@@ -142,21 +146,19 @@ class Meter:
         return float(times.user + times.system)
 
 
-def captured_requests(directory: Path) -> list[bytes]:
-    """Record a run of WORKERS workers and return its spans as a replay sends them, from the node NAME, in OTLP requests."""
+def captured(directory: Path, rounds: int) -> dict[str, list[bytes]]:
+    """Record a run of 8 workers with 32,000 spans a round; return what a replay of it sends, from the node NAME: OTLP requests by path."""
     os.environ["OTEL_DFLASH_NODE"] = NAME
     session = create_session("bench", directory)
     try:
-        record(session, 4)
+        record(session, rounds)
     finally:
         remove_session(session)
-    found = []
+    found: dict[str, list[bytes]] = {}
 
     class Keep(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.path == "/v1/traces":
-                found.append(body)
+            found.setdefault(self.path, []).append(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.end_headers()
 
@@ -168,8 +170,8 @@ def captured_requests(directory: Path) -> list[bytes]:
         command = [sys.executable, "-m", "otel_dflash", "replay", str(session.recording), "--protocol", "http/protobuf"]
         subprocess.run([*command, "--endpoint", f"http://127.0.0.1:{server.server_port}"], check=True, stdout=subprocess.DEVNULL)
         server.shutdown()
-    assert len(found) >= REQUESTS, len(found)
-    return found[:REQUESTS]
+    assert all(NAME.encode() in request for requests in found.values() for request in requests)
+    return found
 
 
 def spans_in(requests: list[bytes]) -> int:
@@ -178,13 +180,13 @@ def spans_in(requests: list[bytes]) -> int:
     return sum(len(scope.spans) for request in parsed for resource in request.resource_spans for scope in resource.scope_spans)
 
 
-def send(port: str, requests: list[bytes], nodes: int) -> None:
-    """Send the requests, shared out to so many nodes that send at once."""
+def send(port: str, requests: list[bytes], nodes: int, meter: Meter) -> None:
+    """Send all of the requests from each of so many nodes, which send at once."""
     failures = []
 
     def work(node: int) -> None:
         with closing(http.client.HTTPConnection("127.0.0.1", int(port))) as connection:
-            for request in requests[node::nodes]:
+            for request in requests:
                 body = request.replace(NAME.encode(), f"node-{node:03}".encode())
                 connection.request("POST", "/v1/traces", body, {"Content-Type": "application/x-protobuf"})
                 answer = connection.getresponse()
@@ -196,7 +198,9 @@ def send(port: str, requests: list[bytes], nodes: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            meter.look()
+            thread.join(LOOK_S)
     assert not failures, failures
 
 
@@ -204,18 +208,14 @@ def measure(title: str, entry: Started, collectors: dict[str, Started], sink: Si
     """Print CPU per span and memory of each collector on the way from `entry` to the sink."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in collectors}
     resident: dict[str, dict[str, int]] = {name: {} for name in collectors}
-    spans = spans_in(requests)
-    for turn in range(ROUNDS + 1):
-        for nodes in NODES:
-            variant = f"{nodes} node{'s' * (nodes > 1)}"
-            wanted = sink.spans() + spans
-            meter = Meter(collectors)
-            send(entry.values["OTELCOL_HTTP_PORT"], requests, nodes)
-            await_count(sink, wanted, meter)
-            for name, spent_s in meter.spent_s().items():
-                resident[name][variant] = max(resident[name].get(variant, 0), meter.resident_bytes[name])
-                if turn:  # the first round warms up
-                    samples[name].setdefault(variant, []).append(spent_s / spans * 1e6)
+    one_round(entry, collectors, sink, requests, 1)  # warms up
+    for nodes in NODES * ROUNDS:
+        variant = f"{nodes} node{'s' * (nodes > 1)}"
+        share = requests[: max(REQUESTS // nodes, REQUESTS_PER_NODE_MIN)]
+        meter = one_round(entry, collectors, sink, share, nodes)
+        for name, spent_s in meter.spent_s().items():
+            resident[name].setdefault(variant, meter.resident_bytes[name])  # later, one node would be charged what 64 took
+            samples[name].setdefault(variant, []).append(spent_s / (nodes * spans_in(share)) * 1e6)
     for name, variants in samples.items():
         notes = {
             variant: f"{1e6 / (sum(values) / len(values)):,.0f} spans/s per core, {resident[name][variant] / 1e6:.0f} MB"
@@ -224,13 +224,35 @@ def measure(title: str, entry: Started, collectors: dict[str, Started], sink: Si
         table(f"{title}: CPU per span of {name}", variants, "1 node", notes, "us")
 
 
-def await_count(sink: Sink, wanted: int, meter: Meter) -> None:
-    """Wait until so many spans came."""
+def pace(entry: Started, requests: list[bytes]) -> None:
+    """Print the memory of a new collector while one node sends spans at PACE."""
+    meter = Meter({"collector": entry})
+    spans = 0
+    began_s = time.monotonic()
+    with closing(http.client.HTTPConnection("127.0.0.1", int(entry.values["OTELCOL_HTTP_PORT"]))) as connection:
+        for request in (requests * PACED_REQUESTS)[:PACED_REQUESTS]:
+            connection.request("POST", "/v1/traces", request, {"Content-Type": "application/x-protobuf"})
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200
+            spans += spans_in([request])
+            time.sleep(max(0.0, spans / PACE - (time.monotonic() - began_s)))
+            meter.look()
+    rate = spans / (time.monotonic() - began_s)
+    print(f"\n{entry.service.name} at {rate:,.0f} spans/s as they come: {meter.resident_bytes['collector'] / 1e6:.0f} MB")
+
+
+def one_round(entry: Started, collectors: dict[str, Started], sink: Sink, requests: list[bytes], nodes: int) -> Meter:
+    """Send all of the requests from each node, and wait until all spans came; return what that took."""
+    wanted = sink.spans() + nodes * spans_in(requests)
+    meter = Meter(collectors)
+    send(entry.values["OTELCOL_HTTP_PORT"], requests, nodes, meter)
     deadline = time.monotonic() + DEADLINE_S
     while sink.spans() < wanted:
         assert time.monotonic() < deadline, f"{wanted - sink.spans()} spans did not arrive"
         meter.look()
-        time.sleep(0.02)
+        time.sleep(LOOK_S)
+    return meter
 
 
 @contextmanager
@@ -240,7 +262,8 @@ def started(directory: Path, name: str, service: Service, **variables: str) -> I
     try:
         yield one
     finally:
-        one.kill()
+        if one.process:
+            one.kill()
 
 
 def main() -> None:
@@ -251,18 +274,21 @@ def main() -> None:
     print(machine())
     with TemporaryDirectory() as name, ExitStack() as entered:
         directory = Path(name)
-        requests = captured_requests(directory)
+        requests = captured(directory, 4)["/v1/traces"][:REQUESTS]
+        assert len(requests) == REQUESTS, len(requests)
         spans = spans_in(requests)
         per_span = sum(map(len, requests)) / spans
-        print(f"{spans:,} spans a round in {len(requests)} requests, {per_span:.0f} bytes a span as the agent sends it")
+        print(f"{spans:,} spans of one node in {len(requests)} requests, {per_span:.0f} bytes a span as the agent sends it")
         sink = Sink()
         entered.callback(sink.close)
         to_sink = {"OTELCOL_TRACES_ENDPOINT": sink.http, "OTELCOL_METRICS_ENDPOINT": sink.http}
         with started(directory, "node", SERVICES["otelcol"], **to_sink) as node:
+            pace(node, requests)
             measure("node tier, otelcol.yaml", node, {"otelcol": node}, sink, requests)
             print(f"{sink.http_bytes() / sink.spans():.0f} bytes a span as the collector sends it, compressed")
         backends = {"GATEWAY_BACKENDS": sink.grpc, "OTELCOL_METRICS_ENDPOINT": sink.http}
         with started(directory, "gateway", GATEWAY, **backends) as gateway:
+            pace(gateway, requests)
             measure("cluster tier, gateway.yaml", gateway, {"otelcol": gateway}, sink, requests)
         if find(ENGINES["kafka"]) is None:
             print("\nkafka is not built here; build it: make engines")
