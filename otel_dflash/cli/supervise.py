@@ -92,11 +92,10 @@ def run(options: RunOptions, report: Callable[[Outcome], None]) -> int:
     if config.is_disabled():
         _say("telemetry is off: OTEL_DFLASH_DISABLED or OTEL_SDK_DISABLED is set")
         _replace_process(path, options.command, os.environ)
-    stack = _bring_up() if options.stack else None
+    agent_environment = environment.with_endpoint(os.environ, options.endpoint, options.protocol)
+    stack = _bring_up() if options.stack else None  # not before what is refused
     if stack:
-        agent_environment = environment.with_stack(os.environ, stack, options.protocol)
-    else:
-        agent_environment = environment.with_endpoint(os.environ, options.endpoint, options.protocol)
+        agent_environment = environment.with_stack(agent_environment, stack, options.protocol)
     environment.validate(agent_environment)
     config.ring_bytes()
     exit_wait_s = config.AgentConfig.from_environment().exit_timeout_s + AGENT_GRACE_S

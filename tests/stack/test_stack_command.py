@@ -146,6 +146,14 @@ def test_a_run_brings_the_stack_up_and_its_spans_into_jaeger(engines: Host) -> N
     poll(lambda: jaeger.get("/api/services")["data"] == ["dflash-target"])
 
 
+def test_a_password_in_an_inherited_endpoint_is_refused_before_the_stack_comes_up(planted: Host) -> None:
+    code, out, err = planted.run("run", "--stack", "--", "true", OTEL_EXPORTER_OTLP_ENDPOINT="http://me:geheim@collector:4317")
+    assert (code, out) == (2, "")
+    assert err.startswith("otel-dflash: OTEL_EXPORTER_OTLP_ENDPOINT holds a user or a password, ")
+    assert err.count("\n") == 1
+    assert not planted.state.exists()
+
+
 def test_stack_and_endpoint_are_a_usage_error(host: Host) -> None:
     said = "otel-dflash: --stack and --endpoint name two places to send to; give one of them (see: otel-dflash run --help)\n"
     assert host.run("run", "--stack", "--endpoint", "http://localhost:4317", "--", "true") == (2, "", said)
