@@ -22,7 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench_nodes import LOOK_S, NAME, Meter, captured, spans_in, started
+from bench_nodes import NAME, Meter, captured, spans_in, started
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from timing import machine, table
 
@@ -75,12 +75,7 @@ def post(port: str, path: str, requests: list[bytes], senders: int, meter: Meter
 
     began_s = time.monotonic()
     threads = [threading.Thread(target=work) for _ in range(senders)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            meter.look()
-            thread.join(LOOK_S)
+    meter.watch(threads)
     assert not failures, failures[0]
     return time.monotonic() - began_s
 

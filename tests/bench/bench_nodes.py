@@ -136,6 +136,15 @@ class Meter:
         for name, process in self._processes.items():
             self.resident_bytes[name] = max(self.resident_bytes[name], process.memory_info().rss)
 
+    def watch(self, threads: list[threading.Thread]) -> None:
+        """Run the threads to their end, and take readings meanwhile."""
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                self.look()
+                thread.join(LOOK_S)
+
     def spent_s(self) -> dict[str, float]:
         """Return the CPU time of each since the start."""
         return {name: self._cpu_s(process) - self._before[name] for name, process in self._processes.items()}
@@ -195,12 +204,7 @@ def send(port: str, requests: list[bytes], nodes: int, meter: Meter) -> None:
                     failures.append(answer.status)
 
     threads = [threading.Thread(target=work, args=(node,)) for node in range(nodes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            meter.look()
-            thread.join(LOOK_S)
+    meter.watch(threads)
     assert not failures, failures
 
 

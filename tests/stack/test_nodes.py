@@ -142,13 +142,7 @@ def test_a_gateway_keeps_a_trace_together_and_kills_lose_nothing(stack: Stack, t
 
 def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, TwoNodes(tmp_path) as run:
-        sampler = stack.start(
-            "tail-sampling",
-            service=TAIL_SAMPLING,
-            SAMPLING_DECISION_WAIT="3s",
-            SAMPLING_PERCENTAGE="30",
-            OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
-        )
+        sampler = tail_sampler(stack, receiver, decision_wait_s=3, percentage=30)
         backend = f"[127.0.0.1:{sampler.values['OTELCOL_GRPC_PORT']}]"
         gateways = [
             stack.start("gateway", f"gateway-{n}", GATEWAY, GATEWAY_BACKENDS=backend, OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint)
@@ -174,13 +168,7 @@ def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_pat
 
 def test_a_tail_sampler_keeps_the_trace_of_a_step_that_was_cut_off(stack: Stack, tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
-        sampler = stack.start(
-            "tail-sampling",
-            service=TAIL_SAMPLING,
-            SAMPLING_DECISION_WAIT="1s",
-            SAMPLING_PERCENTAGE="0",
-            OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
-        )
+        sampler = tail_sampler(stack, receiver, decision_wait_s=1, percentage=0)
         with Running(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=sampler.url("OTELCOL_GRPC_PORT"), OTEL_METRICS_EXPORTER="none") as run:
             agent = run.start_agent()
             run.start_trainer()
@@ -196,6 +184,16 @@ def test_a_tail_sampler_keeps_the_trace_of_a_step_that_was_cut_off(stack: Stack,
     assert len(cut_off) == 1
     assert len({span.trace_id for span in recorded.values()}) == 21
     assert {span.status for span in recorded.values()} == {"UNSET"}, "no other policy keeps it"
+
+
+def tail_sampler(stack: Stack, receiver: OtlpReceiver, decision_wait_s: int, percentage: int) -> Started:
+    return stack.start(
+        "tail-sampling",
+        service=TAIL_SAMPLING,
+        SAMPLING_DECISION_WAIT=f"{decision_wait_s}s",
+        SAMPLING_PERCENTAGE=str(percentage),
+        OTELCOL_TRACES_ENDPOINT=receiver.http_endpoint,
+    )
 
 
 def ids_by_trace(spans: list[Span]) -> dict[str, set[str]]:
