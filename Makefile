@@ -1,7 +1,9 @@
 # make demo     install, train the example under `otel-dflash run`, show where its time went
-# make engines  build collector, Jaeger, Prometheus and Kafka for the tests and `otel-dflash stack up`: 23 minutes on two cores, once
+# make engines  build collector, Jaeger and Prometheus for `otel-dflash stack up` and the tests, and Kafka for the tests: 23 minutes on two cores, once
 # make test     all tests (PYTEST_FLAGS="-k ring" for some)
-# make lint     ruff and mypy --strict; make format lets ruff mend what it can
+# make lint     ruff and mypy --strict; make format lets ruff fix what it can
+# make docs     generate docs/settings.md and docs/api.md
+# make instructions  what the hot path costs in instructions, held to its baseline (needs valgrind)
 # make bench    the tables behind every speed claim
 # make clean    remove .venv and caches
 #
@@ -13,7 +15,7 @@ BIN    := $(VENV)/bin
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engines test lint format bench clean
+.PHONY: help demo engines test lint format docs instructions instructions-baseline bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -24,7 +26,8 @@ demo: $(VENV)/.demo
 	$(BIN)/otel-dflash run -- $(BIN)/python examples/dflash/train.py $(DEMO_FLAGS)
 
 engines: $(VENV)/.base
-	$(BIN)/otel-dflash stack build $(ENGINES)
+	$(BIN)/otel-dflash stack build
+	$(BIN)/python -m tests.stack.kafka_build
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -37,6 +40,15 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m docs.generate
+
+instructions: $(VENV)/.base
+	$(BIN)/python -m tests.instructions.gate
+
+instructions-baseline: $(VENV)/.base  # this Python's lines anew, on purpose
+	$(BIN)/python -m tests.instructions.gate --renew
 
 bench: $(VENV)/.dev
 	@for file in tests/bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

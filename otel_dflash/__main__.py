@@ -9,8 +9,9 @@ def main() -> int:
         from otel_dflash.cli.main import main as run
     except ModuleNotFoundError as error:
         print(
-            f"otel-dflash: this environment has the trainer side only ({error.name} is missing); pip install otel-dflash, or set "
-            "OTEL_DFLASH_AGENT to the otel-dflash of an environment that has all of it",
+            f"otel-dflash: this environment has the trainer side only ({error.name} is missing); run the "
+            "otel-dflash of an environment that has all of it, or add the rest here: `pip install .` in a "
+            "clone of the project",
             file=sys.stderr,
         )
         return 1

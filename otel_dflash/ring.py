@@ -1,8 +1,11 @@
-"""A ring file: made by a worker, opened by the agent. Its layout is drawn in records.py; writing records is trainer/writer.py.
+"""A ring file: a worker creates it, the agent opens it.
 
-The file is reserved with posix_fallocate and touched before use: on a full tmpfs a store into a file that was only truncated to
-size is SIGBUS, and it killed the process when tried. Where the tmpfs is full the ring is a memfd (its pages are not the tmpfs's),
-announced by a symbolic link to /proc/<pid>/fd/<n>, which needs no block. Never a file on disk: a store stalls under writeback.
+records.py draws its layout; trainer/writer/python.py writes the records.
+
+The file is reserved with posix_fallocate and touched before use: on a full tmpfs a store into a file that was
+only truncated to size raises SIGBUS, which killed the process when tried. If the tmpfs is full the ring is a
+memfd (its pages are not the tmpfs's), announced by a symbolic link to /proc/<pid>/fd/<n>, which needs no
+block. Never a file on disk: a store stalls under writeback.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import time
 from _blake2 import blake2b  # hashlib would load OpenSSL
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +24,8 @@ from otel_dflash.records import (
     DESCRIPTOR_BYTES_MAX,
     LIVE_OFFSET,
     MAGIC,
+    NAME_SHARES,
     NAME_TEXT_BYTES_MAX,
-    NAMES_MAX,
     NAMES_OFFSET,
     OTHER_NAME,
     OTHER_NAME_ID,
@@ -37,36 +41,57 @@ from otel_dflash.records import (
 )
 from otel_dflash.session import process_start
 
-WAITING_MAX: Final = 512  # short-lived workers beside a stopped agent must not eat the machine's memory: 1 MiB each ...
+# short-lived workers beside a stopped agent must not use up the machine's memory: 1 MiB each ...
+WAITING_MAX: Final = 512
 WAITING_MEMFDS_MAX: Final = 128  # ... nor the process's file descriptors
 _PAGE: Final = 4096
-_COUNTERS, _NAMES, _VALUE = int(Header.COUNTERS), int(Header.NAMES), int(NameKind.VALUE)  # on 3.10 reading a member of an enum is a call
+# on 3.10 reading a member of an enum is a call
+_COUNTERS, _NAMES, _FILLED = int(Header.COUNTERS), int(Header.NAMES), int(NameKind.FILLED)
+# What was lost is counted already where these are given.
+_REPORTS: Final = frozenset(map(int, (NameKind.REFUSED, NameKind.OVERFLOWED, NameKind.FILLED)))
+_DESCRIPTORS: Final = frozenset(
+    map(int, (NameKind.WORKER, NameKind.THREAD, NameKind.QUEUE, NameKind.REFUSED))
+)
+_KIND_NAMES: Final = {int(kind): kind.name.lower() for kind in NameKind}
 
-
-_waiting: deque[tuple[Path, int | None]] = deque()  # rings that nobody holds any more, and the reader has not taken; with their memfd
+# rings that nobody holds any more and the reader has not drained, with their memfd
+_waiting: deque[tuple[Path, int | None]] = deque()
 
 
 class Ring:
-    """The writer's end of one ring: header, names, and the memory that the writer binds."""
+    """The writer's side of one ring: header, names, and the memory that the writer binds."""
 
     link: int | None = None
     """The memfd that dies with this process, if the ring is one."""
     path: Path | None = None
-    """Where the reader finds it, until it has taken all of it."""
+    """Where the reader finds it, until it has drained it."""
 
-    def __init__(self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, place: str) -> None:
-        """Format memory of SLOTS_OFFSET bytes and any number of slots; `place` is the run and the node, of which its id is made."""
+    def __init__(
+        self, memory: mmap.mmap, number: int, role: str, index: int, gpu: int | None, place: str
+    ) -> None:
+        """Format memory of SLOTS_OFFSET bytes and any number of slots.
+
+        `place` is the run and the node; the ring's id is a hash of it.
+        """
         self.pid = pid = os.getpid()
         start = process_start(pid) or 0
         identity = f"{place} {pid} {start} {number}".encode()
-        self.id = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") >> SERIAL_BITS << SERIAL_BITS
+        self.id = (
+            int.from_bytes(blake2b(identity, digest_size=8).digest(), "little") >> SERIAL_BITS << SERIAL_BITS
+        )
         self.memory = memory
         self.slots = (len(memory) - SLOTS_OFFSET) // RECORD_BYTES
         self.words = memoryview(memory).cast("Q")
         self.live = self.words[LIVE_OFFSET // WORD_BYTES : RECORDED_OFFSET // WORD_BYTES]
-        self.columns = [self.words[SLOTS_OFFSET // WORD_BYTES + k :: RECORD_WORDS] for k in range(RECORD_WORDS)]  # word k of each slot
+        # word k of each slot
+        self.columns = [
+            self.words[SLOTS_OFFSET // WORD_BYTES + k :: RECORD_WORDS] for k in range(RECORD_WORDS)
+        ]
         self._names: dict[tuple[int, str], int] = {}
         self._names_end = NAMES_OFFSET
+        # by kind; no kind is 0
+        self._names_left = [0, *(NAME_SHARES[kind][0] for kind in NameKind)]
+        self._bytes_left = [0, *(NAME_SHARES[kind][1] for kind in NameKind)]
         created = time.monotonic_ns()
         worker = {"role": role, "index": index, "gpu": gpu, "pid": pid, "created_ns": created}
         self.intern(NameKind.WORKER, json.dumps(worker))
@@ -82,14 +107,16 @@ class Ring:
             self.words[word] = value
 
     def intern(self, kind: int, text: str) -> int:
-        """Return the id of a name, publishing it when it is new; OTHER_NAME_ID beyond the caps. Any thread; never raises or blocks.
+        """Return the id of a name, publishing it if it is new; OTHER_NAME_ID beyond the share of its kind.
 
-        No lock: a signal handler or a destructor may come while one is held. The rule of atomicity of trainer/writer.py holds here
-        from looking for the key to counting the name.
+        Any thread; never raises or blocks. No lock: a signal handler or a destructor may run while one is
+        held. The rule of atomicity of trainer/writer/python.py holds here from looking for the key to
+        counting the name.
         """
         if len(text) > NAME_TEXT_BYTES_MAX:
             text = text[: _text_bytes_max(kind)]
-        key = (int(kind), text)  # the hash of an enum is a call
+        kind = int(kind)  # the hash of an enum is a call
+        key = (kind, text)
         known = self._names.get(key)
         if known is not None:
             return known
@@ -98,19 +125,24 @@ class Ring:
         data = text.encode("utf-8", "replace")[: _text_bytes_max(kind)].decode("utf-8", "ignore").encode()
         entry = len(data).to_bytes(2, "little") + bytes((kind,)) + data
         size = len(entry)
-        names_max, end = (NAMES_MAX // 2, (NAMES_OFFSET + SLOTS_OFFSET) // 2) if kind == _VALUE else (NAMES_MAX, SLOTS_OFFSET)
+        names_left, bytes_left = self._names_left, self._bytes_left
         words, names, memory = self.words, self._names, self.memory
         while True:
             start = self._names_end
-            place = slice(start, start + size)  # made here: it is tracked by the collector, which may run a destructor
+            # made here: it is tracked by the collector, which may run a destructor
+            place = slice(start, start + size)
             if key in names:
                 return names[key]
-            if start + size > end or words[_NAMES] >= names_max:
-                self.count(Counter.DROPPED_NAME)
+            if not names_left[kind] or bytes_left[kind] < size:
+                if kind not in _REPORTS:
+                    self.count(Counter.DROPPED_NAME)
+                    self.intern(_FILLED, _KIND_NAMES[kind])
                 return OTHER_NAME_ID
             if key not in names and self._names_end == start:
                 memory[place] = entry
                 self._names_end = start + size
+                names_left[kind] = names_left[kind] - 1
+                bytes_left[kind] = bytes_left[kind] - size
                 names[key] = name_id = words[_NAMES]
                 words[_NAMES] = name_id + 1
                 return name_id
@@ -119,17 +151,25 @@ class Ring:
         """Return every name in the order of the ids."""
         return list(self._names)
 
-    def count(self, counter: Counter) -> None:
-        """Add one to a counter. Any thread. Nothing in a forked child: the ring is its parent's."""
+    def count(self, counter: Counter, amount: int = 1) -> None:
+        """Add to a counter. Any thread. Does nothing in a forked child: the ring is its parent's."""
         words = self.words
         word = _COUNTERS + counter
         if os.getpid() == self.pid:
-            words[word] += 1
+            words[word] += amount
 
     def close(self) -> None:
-        """Say that no record follows. The agent takes what is left and removes the file. Nothing in a forked child."""
-        if os.getpid() == self.pid and not self.words[Header.CLOSED]:
+        """Mark the ring as complete: the agent drains the rest and removes the file.
+
+        Does nothing in a forked child.
+        """
+        if self.is_open:
             self.words[Header.CLOSED] = time.monotonic_ns()
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the agent still reads what this process writes here."""
+        return os.getpid() == self.pid and not self.words[Header.CLOSED]
 
     @property
     def must_wait_for_reader(self) -> bool:
@@ -137,7 +177,7 @@ class Ring:
         return self.link is not None and not self.words[Header.ATTACHED]
 
     def __del__(self) -> None:
-        """Close the ring of a worker that nobody holds any more. A memfd that no reader has yet stays for it."""
+        """Close the ring of a worker that nobody holds any more. A memfd stays open until a reader has it."""
         if hasattr(self, "columns"):
             self.close()
             if self.link is not None and (self.words[Header.ATTACHED] or os.getpid() != self.pid):
@@ -147,18 +187,23 @@ class Ring:
 
 
 def _text_bytes_max(kind: int) -> int:
-    return NAME_TEXT_BYTES_MAX if kind in (NameKind.TEXT, NameKind.PHASE, NameKind.VALUE) else DESCRIPTOR_BYTES_MAX
+    return DESCRIPTOR_BYTES_MAX if kind in _DESCRIPTORS else NAME_TEXT_BYTES_MAX
 
 
-def create_ring(directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, place: str) -> Ring:
+def create_ring(
+    directory: Path, number: int, size_bytes: int, role: str, index: int, gpu: int | None, place: str
+) -> Ring:
     """Create and publish the ring file `ring-<pid>-<number>` of a session directory.
 
     Raises:
-        OSError: Neither the tmpfs nor a memfd has room for it, or too many wait for an agent that does not take them.
+        OSError: Neither the tmpfs nor a memfd has room, or too many rings wait for an agent that does not
+            drain them.
     """
     waiting, memfds = _count_waiting()
     if waiting >= WAITING_MAX or memfds >= WAITING_MEMFDS_MAX:
-        raise OSError(f"{waiting} rings of workers that ended wait for the agent: it is stopped, gone, or far behind")
+        raise OSError(
+            f"{waiting} rings of workers that ended wait for the agent: it is stopped, gone, or far behind"
+        )
     path = directory / f"ring-{os.getpid()}-{number}"
     draft = path.with_name(f".{path.name}")
     try:
@@ -180,13 +225,24 @@ def create_ring(directory: Path, number: int, size_bytes: int, role: str, index:
     return ring
 
 
+def made_again(make_ring: Callable[[], Ring], like: Ring) -> Ring | None:
+    """Return a new ring with the names of another under the same ids, None if it cannot be created."""
+    try:
+        ring = make_ring()
+    except OSError:
+        return None
+    for kind, text in like.names()[2:]:  # every ring has the first two
+        ring.intern(kind, text)
+    return ring
+
+
 def _count_waiting() -> tuple[int, int]:
-    """Give back the memfds of rings that the reader has taken since; return how many still wait for it, and how many of them are memfds."""
+    """Close the memfds of drained rings; return how many rings still wait, and how many are memfds."""
     memfds = 0
     for _ in range(len(_waiting)):
         try:
             path, link = _waiting.popleft()
-        except IndexError:  # another thread looks too
+        except IndexError:  # another thread counts too
             break
         if os.path.lexists(path):
             _waiting.append((path, link))
@@ -218,12 +274,15 @@ def _map(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 def _is_tmpfs(directory: Path) -> bool:
-    """Return whether the directory lies in memory, by the mount table."""
+    """Return whether the directory is in memory, by the mount table."""
     return file_system(os.fsencode(directory.resolve()), Path("/proc/self/mounts").read_bytes()) == b"tmpfs"
 
 
 def file_system(path: bytes, mounts: bytes) -> bytes:
-    """Return the kind of file system that a path lies on. All is bytes: the locale may not know the characters of a mount point."""
+    """Return the type of the file system of a path.
+
+    Everything is bytes: the locale may not know the characters of a mount point.
+    """
     best = (b"", b"")
     target = path + b"/"
     for line in mounts.split(b"\n"):

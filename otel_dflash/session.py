@@ -3,11 +3,13 @@
 It lies in a tmpfs (``/dev/shm/otel-dflash-<uid>/<run>-<id>/``, 0700) and holds::
 
     session.json              Session's fields: run id, recording directory, the clock anchor
-    control                   one word, the capture detail; a page that every process maps
+    control                   a page of words that every process maps: the capture detail, then how many steps
+                              were not recorded because their worker got no ring, by pid modulo their number
     ring-<pid>-<n>            a worker's ring, or a link to /proc/<pid>/fd/<n> where the tmpfs is full
     process-<pid>-<start>     an empty file for each process that may write; the agent ends when all are gone
     agent.lock                held by the agent of the session
-    ended                     the agent takes nothing any more: who comes now must not write
+    supervisor.lock           held by the agent's supervisor
+    ended                     the agent reads nothing any more: a process that joins now must not write
 
 Standard library only; every process may use it.
 """
@@ -19,7 +21,6 @@ import fcntl
 import json
 import mmap
 import os
-import re
 import stat
 import time
 from _blake2 import blake2b  # hashlib would load OpenSSL
@@ -28,18 +29,19 @@ from typing import Final, NamedTuple
 
 from otel_dflash import config
 from otel_dflash.config import ConfigError
+from otel_dflash.new_recording import RecordingExistsError, create_recording_directory
 
 SESSION_FILE: Final = "session.json"
 CONTROL_FILE: Final = "control"
 LOCK_FILE: Final = "agent.lock"
+SUPERVISOR_LOCK_FILE: Final = "supervisor.lock"
 ENDED_FILE: Final = "ended"
-NODE_FILE: Final = "node"  # in a recording: the name of the node that makes it ...
-DELIVERY_FILE: Final = "delivery.json"  # ... and what its agent says at its end
+DELIVERY_FILE: Final = "delivery.json"  # in a recording: what its agent has delivered
 CONTROL_BYTES: Final = 4096
-PROBE_BYTES: Final = 4096
-ABANDONED_AGE_S: Final = 60.0
-RANK_WAIT_S: Final = 5.0  # from the recording of a node to its session it is milliseconds
-AGENT_EXIT_INCOMPLETE: Final = 4  # the disk that had no room for the recording may have none for a file that says so
+RANK_WAIT_S: Final = 5.0  # a node's session follows its recording within milliseconds
+# An exit code, because a disk that is too full for the recording has no room for a file that reports it.
+AGENT_EXIT_INCOMPLETE: Final = 4
+AGENT_START_S: Final = 5.0  # an agent that starts at all has its lock by then
 
 DETAIL_PHASES: Final = 0  # capture everything: what a fresh page of zeros says
 DETAIL_STEPS: Final = 1
@@ -47,7 +49,7 @@ DETAIL_OFF: Final = 2
 
 
 class Session(NamedTuple):
-    """A session as its session.json says."""
+    """A session, as session.json holds it."""
 
     path: Path
     run_id: str
@@ -56,20 +58,12 @@ class Session(NamedTuple):
     anchor_wall_ns: int
     anchor_mono_ns: int
     pid_namespace: str = ""
-    """Where the agent looks for pids."""
-
-
-class RecordingExistsError(ConfigError):
-    """This node has a recording of that run."""
-
-    def __init__(self, recording: Path) -> None:
-        """Say which, and the remedy."""
-        super().__init__(f"recording {recording} exists; choose another run id, or remove it")
-        self.recording = recording
+    """The namespace in which the agent looks up pids."""
 
 
 def process_start(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot, None when it is gone. With the pid it names a process for good."""
+    """Return when a process started, in clock ticks since boot; None when it is gone. Pid and start together
+    identify a process for good."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -82,29 +76,35 @@ def create_session(run_id: str | None = None, directory: Path | None = None) -> 
     """Create the session directory and the recording's directory.
 
     Args:
-        run_id: The run's name; default OTEL_DFLASH_RUN_ID, else made from the time and four random bytes of the kernel.
+        run_id: The run's name; default OTEL_DFLASH_RUN_ID, else the time and four random bytes from the
+            kernel.
         directory: Where recordings lie; default OTEL_DFLASH_DIR, else ./dflash-runs.
 
     Raises:
-        RecordingExistsError: This node has recorded a run of that id, or records it now.
-        ConfigError: No directory can be written, or the run id or the node's name cannot be one.
+        RecordingExistsError: This node has recorded a run of that id, or is recording it now.
+        ConfigError: No directory can be written, or the run id or the node's name is not valid.
     """
     suffix = os.urandom(4).hex()  # not `random`: a seeded run's stream must not move
     run_id = config.run_id(run_id or os.environ.get(config.RUN_ID_VARIABLE) or _default_run_id(suffix))
     node = config.node_name()
-    recording = _create_recording(directory.absolute() if directory else config.recordings_directory(), run_id, node, suffix)
+    recording = create_recording_directory(
+        directory.absolute() if directory else config.recordings_directory(), run_id, node, suffix
+    )
     try:
-        return _create_in_tmpfs(f"{run_id}-{suffix}", Session(Path(), run_id, node, recording, *_anchor(), _pid_namespace()))
+        return _create_in_tmpfs(
+            f"{run_id}-{suffix}", Session(Path(), run_id, node, recording, *_anchor(), pid_namespace())
+        )
     except ConfigError:
         remove_directory(recording)
         raise
 
 
 def create_or_join(run_id: str | None = None, directory: Path | None = None) -> tuple[Session, bool]:
-    """Do as `create_session` and return True with it; in a rank whose node's session another rank made, return that and False.
+    """Create a session and return it with True. In a rank of which another rank of the node has created the
+    session, return that session with False.
 
     Raises:
-        ConfigError: As create_session.
+        ConfigError: No session can be created; see create_session.
     """
     try:
         return create_session(run_id, directory), True
@@ -116,12 +116,13 @@ def create_or_join(run_id: str | None = None, directory: Path | None = None) -> 
             return session, False
         if run_id or os.environ.get(config.RUN_ID_VARIABLE):
             raise
-    # The commands of a batch script have one parent too, and the variables of a rank: each is a run of its own.
+    # The commands of a batch script share a parent and the variables of a rank too, but each is its own run.
     return create_session(_run_id_of_now(os.urandom(4).hex()), directory), True
 
 
 def _await_session(recording: Path) -> Session | None:
-    """Return the session that another rank records there, as soon as that serves it; None when it has ended, or none does in time."""
+    """Return the session that another rank records there, once that rank is in it; None when it has ended, or
+    does not appear in time."""
     deadline = time.monotonic() + RANK_WAIT_S
     while time.monotonic() < deadline and not (recording / DELIVERY_FILE).exists():
         for path in (path for base in base_directories() for path in base.glob("*/")):
@@ -129,7 +130,11 @@ def _await_session(recording: Path) -> Session | None:
                 session = open_session(path)
             except ConfigError:
                 continue
-            if session.recording == recording and living_processes(session) and not (path / ENDED_FILE).exists():
+            if (
+                session.recording == recording
+                and living_processes(session)
+                and not (path / ENDED_FILE).exists()
+            ):
                 return session
         time.sleep(0.01)
     return None
@@ -139,36 +144,52 @@ def open_session(path: Path) -> Session:
     """Read a session that exists.
 
     Raises:
-        ConfigError: There is none, or it belongs to another user.
+        ConfigError: There is no session at `path`, or it belongs to another user.
     """
     try:
         check_private(path)
         fields = json.loads((path / SESSION_FILE).read_text())
         anchor = fields["anchor_wall_ns"], fields["anchor_mono_ns"]
-        return Session(path, fields["run_id"], fields["node"], Path(fields["recording"]), *anchor, fields["pid_namespace"])
+        return Session(
+            path,
+            fields["run_id"],
+            fields["node"],
+            Path(fields["recording"]),
+            *anchor,
+            fields["pid_namespace"],
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no session at {path} ({error}); unset {config.SESSION_VARIABLE} to start a new one") from None
+        raise ConfigError(
+            f"no session at {path} ({error}); unset {config.SESSION_VARIABLE} to start a new one"
+        ) from None
 
 
 def register_process(session: Session) -> Path:
-    """Say that this process may write to the session. Remove the file to leave early.
+    """Register this process as a writer of the session and return the file that does so; removing it leaves
+    the session.
 
     Raises:
-        OSError: The session is gone or ends just now, or its agent cannot see this process.
+        OSError: The session is gone or just ending, or its agent cannot see this process.
     """
-    if session.pid_namespace != _pid_namespace():
-        raise OSError("the agent of this session runs in another PID namespace; call start() or `otel-dflash run` in this one")
+    if session.pid_namespace != pid_namespace():
+        raise OSError(
+            "the agent of this session runs in another PID namespace; call start() or `otel-dflash "
+            "run` in this one"
+        )
     pid = os.getpid()
     path = session.path / f"process-{pid}-{process_start(pid)}"
     path.touch(mode=0o600)
     if (session.path / ENDED_FILE).exists() or not (session.path / SESSION_FILE).exists():
         path.unlink(missing_ok=True)
-        raise OSError(f"the session {session.path} has ended; unset {config.SESSION_VARIABLE} to start a new one")
+        raise OSError(
+            f"the session {session.path} has ended; unset {config.SESSION_VARIABLE} to start a new one"
+        )
     return path
 
 
 def end_session(session: Session) -> bool:
-    """Let nobody join any more; return False, and let them, when somebody just did. One of the two sees the other's file."""
+    """Close the session to new processes and return True; leave it open and return False when one has just
+    joined. Whichever comes second sees the other's file."""
     mark = session.path / ENDED_FILE
     try:
         mark.touch(mode=0o600)
@@ -181,7 +202,7 @@ def end_session(session: Session) -> bool:
 
 
 def living_processes(session: Session) -> list[int]:
-    """Return the pids of registered processes that live."""
+    """Return the pids of the registered processes that are alive."""
     alive = []
     for path in session.path.glob("process-*"):
         pid, _, start = path.name.removeprefix("process-").partition("-")
@@ -190,8 +211,44 @@ def living_processes(session: Session) -> list[int]:
     return alive
 
 
+def open_lock(path: Path) -> int:
+    """Open a lock file of a session and return its descriptor.
+
+    Raises:
+        OSError: The session is gone.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def is_held(lock: Path) -> bool:
+    """Return whether a process holds a lock.
+
+    Takes it for a moment, so whoever wants it tries more than once.
+    """
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def pid_namespace() -> str:
+    """Return the PID namespace of this process, "" if unknown."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def map_control(session: Session) -> memoryview:
-    """Return the control page as words; word 0 is the capture detail. A page of zeros when it cannot be mapped."""
+    """Return the control page as words; word 0 is the capture detail. When it cannot be mapped, the page is a
+    private one of zeros."""
     try:
         with open(session.path / CONTROL_FILE, "r+b") as file:
             page = mmap.mmap(file.fileno(), CONTROL_BYTES)
@@ -200,56 +257,33 @@ def map_control(session: Session) -> memoryview:
     return memoryview(page).cast("Q")
 
 
-def running_sessions() -> list[Session]:
-    """Return this user's sessions that somebody may write to."""
-    found = []
-    for path in (path for base in base_directories() for path in sorted(base.glob("*/"))):
-        try:
-            session = open_session(path)
-        except ConfigError:
-            continue
-        if living_processes(session):
-            found.append(session)
-    return found
+def count_unrecorded_step(control: memoryview) -> None:
+    """Count a step whose worker got no ring. Never raises or locks; the page has its memory already."""
+    word = 1 + os.getpid() % (len(control) - 1)
+    control[word] += 1
 
 
-def abandoned_sessions() -> list[Session]:
-    """Return this user's sessions that no process writes to any more and that no agent ended: it was killed with the trainer.
-
-    One that is younger than a minute may still be about to begin.
-    """
-    return [session for base in base_directories() for path in base.glob("*/") if (session := _abandoned(path)) is not None]
-
-
-def _abandoned(path: Path) -> Session | None:
-    try:
-        session = open_session(path)
-        age_s = time.time() - (path / SESSION_FILE).stat().st_mtime
-        if age_s < ABANDONED_AGE_S or living_processes(session):
-            return None
-        lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except (ConfigError, OSError):
-        return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
-    finally:
-        os.close(lock)
-    return session
+def unrecorded_steps(control: memoryview) -> int:
+    """Return how many steps of all processes were counted so."""
+    return sum(control[1:])
 
 
 def check_private(directory: Path) -> None:
-    """Raise PermissionError when others could have written to a directory: places such as /dev/shm are open to every user."""
+    """Check that only this user can have written to a directory: places such as /dev/shm are open to all.
+
+    Raises:
+        PermissionError: The directory belongs to another user, or others may open it.
+    """
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(errno.EACCES, "belongs to another user or is open to others", str(directory))
 
 
 def remove_session(session: Session) -> None:
-    """Remove the directory of a session that ended; session.json late, so that what is cut short can be done again.
+    """Remove the directory of a session that has ended.
 
-    The mark goes after it: at no time is there the one without the other, which would let somebody join.
+    session.json goes late, so that an interrupted removal can be repeated. The mark `ended` goes last:
+    without it, session.json would let a process join.
     """
     for path in session.path.glob("*"):
         if path.name not in (SESSION_FILE, ENDED_FILE):
@@ -259,14 +293,15 @@ def remove_session(session: Session) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory and what is in it, as far as that is possible."""
+    """Remove a directory and all that can be removed of its content."""
     import shutil  # here: a trainer that joins a session removes nothing, and loading it takes milliseconds
 
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _default_run_id(suffix: str) -> str:
-    """Return a run id of the time and `suffix`; in a rank, of its launcher's start and identity: then all ranks of a node have the same."""
+    """Return a run id made of the time and `suffix`; in a rank, of its launcher's start time and identity, so
+    that all ranks of a node get the same one."""
     launcher = os.getppid()
     start_ticks = process_start(launcher)
     if not config.is_rank() or start_ticks is None:
@@ -280,40 +315,6 @@ def _default_run_id(suffix: str) -> str:
 
 def _run_id_of_now(suffix: str) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{suffix}"
-
-
-def _create_recording(base: Path, run_id: str, node: str, suffix: str) -> Path:
-    """Create the directory of this node's recording and return it: `<run>`, or `<run>@<node>` where another node of the run has that.
-
-    It is made beside its place and renamed, so that whoever finds it finds its node's name in it, on a shared file system too.
-    """
-    draft = base / f".{run_id}-{suffix}"
-    places = (base / run_id, base / f"{run_id}@{re.sub(r'[^A-Za-z0-9._-]', '-', node)}")
-    try:
-        draft.mkdir(parents=True)
-        (draft / NODE_FILE).write_bytes(node.encode().ljust(PROBE_BYTES))  # so that a full disk is seen here
-        (draft / NODE_FILE).write_bytes(node.encode())
-        for place in places:
-            try:
-                return draft.rename(place)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-            if _node_of(place) in (node, None):
-                break
-    except OSError as error:
-        remove_directory(draft)
-        reason = f"cannot create the recording {places[0]}: {error.strerror}"
-        raise ConfigError(f"{reason}; set {config.DIRECTORY_VARIABLE} to a writable directory") from None
-    remove_directory(draft)
-    raise RecordingExistsError(place)
-
-
-def _node_of(recording: Path) -> str | None:
-    try:
-        return (recording / NODE_FILE).read_bytes().decode(errors="replace")
-    except OSError:
-        return None
 
 
 def _anchor() -> tuple[int, int]:
@@ -332,15 +333,9 @@ def _anchor() -> tuple[int, int]:
 def base_directories() -> list[Path]:
     """Return where this user's session directories may lie, the best first."""
     chosen = os.environ.get(config.SHM_VARIABLE)
-    places = [chosen] if chosen else ["/dev/shm", os.environ.get("TMPDIR") or "/tmp"]  # elsewhere than in a tmpfs rings are memfds
+    # outside a tmpfs, rings are memfds
+    places = [chosen] if chosen else ["/dev/shm", os.environ.get("TMPDIR") or "/tmp"]
     return [Path(place) / f"otel-dflash-{os.getuid()}" for place in places]
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
 
 
 def _write_private(path: Path, data: bytes) -> None:
@@ -349,10 +344,11 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _create_in_tmpfs(name: str, session: Session) -> Session:
-    """Create the session's private directory in the first place that has room for it; return the session with its path.
+    """Create the session's private directory in the first place that has room for it; return the session with
+    its path.
 
     Raises:
-        ConfigError: No place has.
+        ConfigError: No place can hold it.
     """
     reasons = []
     for base in base_directories():
@@ -360,7 +356,7 @@ def _create_in_tmpfs(name: str, session: Session) -> Session:
         try:
             base.mkdir(mode=0o700, exist_ok=True)
             check_private(base)
-            base.chmod(0o700)  # a umask that takes the owner's rights must not spoil it for every later run
+            base.chmod(0o700)  # a umask without the owner's rights must not break every later run
             path.mkdir(mode=0o700)
             _write_private(path / CONTROL_FILE, bytes(CONTROL_BYTES))
             fields = {**session._asdict(), "path": str(path), "recording": str(session.recording)}
@@ -370,4 +366,7 @@ def _create_in_tmpfs(name: str, session: Session) -> Session:
             remove_directory(path)
             continue
         return session._replace(path=path)
-    raise ConfigError(f"no session directory ({'; '.join(reasons)}); set {config.SHM_VARIABLE} to a tmpfs that you can write")
+    raise ConfigError(
+        f"no session directory ({'; '.join(reasons)}); set {config.SHM_VARIABLE} to a tmpfs that you "
+        "can write"
+    )

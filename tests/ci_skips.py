@@ -1,4 +1,5 @@
-"""pytest -p tests.ci_skips: a skipped test fails, unless it is marked `gpu`. CI must not lose tests in silence."""
+"""pytest -p tests.ci_skips: a skipped test fails, unless it is marked `gpu`. CI must not lose tests in
+silence."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""A trainer for tests: does what each line on stdin says, answers with a line, and counts what it did by plain integers.
+"""A trainer for tests: does what each line on stdin says, answers with a line, and counts what it did by
+plain integers.
 
 steps N   N rounds of a target step and a drafter step that takes the target's item -> "done"
 more      a further worker does one step -> "done"
-hang      enters a step and nested phases of the target and stays there -> the times it read around that, as JSON
-end       closes -> the counts, as JSON
+hang      enters a step and nested phases of the target and stays there -> the times it read around that, as
+JSON end       closes -> the counts, as JSON
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A real OTLP receiver for tests: gRPC and HTTP on loopback, ports of the system's choice. Keeps all that arrives.
+"""A real OTLP receiver for tests: gRPC and HTTP on loopback, ports of the system's choice. Keeps all that
+arrives.
 
 Nothing of the product is used here, so what a test reads was on the wire.
 """
@@ -80,32 +81,39 @@ class Point:
 
 
 class OtlpReceiver:
-    """Context manager. `down` makes both ports refuse each request (UNAVAILABLE, 503), which exporters retry; those that `refuses`
-    says are refused for good (INVALID_ARGUMENT, 400)."""
+    """Context manager. `down` makes both ports refuse each request (UNAVAILABLE, 503), which exporters retry;
+        those that `refuses` says are refused for good (INVALID_ARGUMENT, 400), and those of more than `bytes_max`
+    bytes are too large (RESOURCE_EXHAUSTED, 413)."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", bytes_max: int = 4 << 20) -> None:
+        self.bytes_max = bytes_max  # gRPC's default
         self.down = False
         self.refuses: Callable[[Any], bool] = lambda request: False
-        self.requests: list[dict[str, str]] = []  # headers of each accepted request, keys in lower case, "protocol" added
+        self.requests: list[
+            dict[str, str]
+        ] = []  # headers of each accepted request, keys in lower case, "protocol" added
+        self._host = host
         self._changed = threading.Condition()
         self._spans: list[Span] = []
         self._points: list[Point] = []
-        self._grpc = grpc.server(ThreadPoolExecutor(4))
+        self._grpc = grpc.server(
+            ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", bytes_max)]
+        )
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(self), self._grpc)
         metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), self._grpc)
-        self._grpc_port = self._grpc.add_insecure_port("127.0.0.1:0")
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._grpc_port = self._grpc.add_insecure_port(f"{host}:0")
+        self._http = ThreadingHTTPServer((host, 0), _Handler)
         self._http.daemon_threads = True
         self._http.receiver = self  # type: ignore[attr-defined]
         self._http_thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
 
     @property
     def grpc_endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._grpc_port}"
+        return f"http://{self._host}:{self._grpc_port}"
 
     @property
     def http_endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
+        return f"http://{self._host}:{self._http.server_port}"
 
     def environment(self, protocol: str) -> dict[str, str]:
         """Return the variables that send to this receiver by 'grpc' or 'http/protobuf'."""
@@ -143,7 +151,11 @@ class OtlpReceiver:
         """Return metric points in order of arrival: of that name, and with at least these attributes."""
         wanted = (attributes or {}).items()
         with self._changed:
-            return [point for point in self._points if name in (None, point.name) and wanted <= point.attributes.items()]
+            return [
+                point
+                for point in self._points
+                if name in (None, point.name) and wanted <= point.attributes.items()
+            ]
 
     def latest(self, name: str, attributes: Mapping[str, Any] | None = None) -> list[Point]:
         """Return the newest point of each series of a metric."""
@@ -165,14 +177,18 @@ class OtlpReceiver:
 
     # -- called by the services ----------------------------------------------
 
-    def store_spans(self, request: trace_service_pb2.ExportTraceServiceRequest, headers: dict[str, str]) -> None:
+    def store_spans(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, headers: dict[str, str]
+    ) -> None:
         found = spans_of(request)
         with self._changed:
             self._spans += found
             self.requests.append(headers)
             self._changed.notify_all()
 
-    def store_metrics(self, request: metrics_service_pb2.ExportMetricsServiceRequest, headers: dict[str, str]) -> None:
+    def store_metrics(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, headers: dict[str, str]
+    ) -> None:
         found = [
             point
             for resource_metrics in request.resource_metrics
@@ -238,12 +254,17 @@ def spans_of(request: trace_service_pb2.ExportTraceServiceRequest) -> list[Span]
 
 
 def tree(spans: list[Span], leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Return spans as one literal to compare: roots and children by start, without ids and times; empty entries left out.
+    """Return spans as one literal to compare: roots and children by start, without ids and times; empty
+    entries left out.
 
-    A link and a remote parent name their span "name#n", n counting the spans of that name by start, or "?" when it did not
-    arrive. A child lies under its parent whatever its process. Attributes in `leave_out` are left out everywhere.
+    A link and a remote parent name their span "name#n", n counting the spans of that name by start, or "?"
+    when it did not arrive. A child lies under its parent whatever its process. Attributes in `leave_out` are
+    left out everywhere.
     """
-    distinct = sorted({span.span_id: span for span in spans}.values(), key=lambda span: (span.start_ns, -span.end_ns, span.span_id))
+    distinct = sorted(
+        {span.span_id: span for span in spans}.values(),
+        key=lambda span: (span.start_ns, -span.end_ns, span.span_id),
+    )
     labels: dict[tuple[str, str], str] = {}
     counts: dict[str, int] = {}
     children: dict[tuple[str, str], list[Span]] = {}
@@ -263,11 +284,15 @@ def tree(spans: list[Span], leave_out: Collection[str] = ()) -> list[dict[str, A
             "service": span.resource["service.name"] if not span.parent_id or span.parent_is_remote else "",
             "kind": "" if span.kind == "INTERNAL" else span.kind,
             "status": "" if span.status == "UNSET" else span.status,
-            "remote_parent": labels.get((span.trace_id, span.parent_id), "?") if span.parent_is_remote else "",
+            "remote_parent": labels.get((span.trace_id, span.parent_id), "?")
+            if span.parent_is_remote
+            else "",
             "lost_parent": span.parent_id != "" and (span.trace_id, span.parent_id) not in labels,
             "attributes": keep(span.attributes),
             "events": [(event.name, keep(event.attributes)) for event in span.events],
-            "links": [(labels.get((link.trace_id, link.span_id), "?"), keep(link.attributes)) for link in span.links],
+            "links": [
+                (labels.get((link.trace_id, link.span_id), "?"), keep(link.attributes)) for link in span.links
+            ],
             "children": [node(child) for child in children.get((span.trace_id, span.span_id), [])],
         }
         return {key: value for key, value in entry.items() if value}
@@ -315,7 +340,13 @@ class _Handler(BaseHTTPRequestHandler):
         if receiver.down:
             return self._answer(503, b"the receiver is down")
         encoding = self.headers.get("Content-Encoding", "")
-        body = gzip.decompress(body) if encoding == "gzip" else zlib.decompress(body) if encoding == "deflate" else body
+        body = (
+            gzip.decompress(body)
+            if encoding == "gzip"
+            else zlib.decompress(body)
+            if encoding == "deflate"
+            else body
+        )
         headers = {"protocol": "http/protobuf", **{key.lower(): value for key, value in self.headers.items()}}
         kinds = {
             "/v1/traces": (trace_service_pb2.ExportTraceServiceRequest, receiver.store_spans),
@@ -323,6 +354,8 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if self.path not in kinds:
             return self._answer(404, b"no such signal")
+        if len(body) > receiver.bytes_max:
+            return self._answer(413, b"the request is too large")
         kind, store = kinds[self.path]
         request = kind.FromString(body)
         if receiver.refuses(request):
@@ -368,8 +401,12 @@ def _span(span: trace_pb2.Span, resource: Attributes, scope: str) -> Span:
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
         attributes=_attributes(span.attributes),
-        events=[Event(event.name, event.time_unix_nano, _attributes(event.attributes)) for event in span.events],
-        links=[Link(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes)) for link in span.links],
+        events=[
+            Event(event.name, event.time_unix_nano, _attributes(event.attributes)) for event in span.events
+        ],
+        links=[
+            Link(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes)) for link in span.links
+        ],
         resource=resource,
         scope=scope,
         encoded=span.SerializeToString(deterministic=True),

@@ -1,9 +1,11 @@
-"""A threaded trainer for tests, shaped like the users' own: targets -> postprocess -> hidden-state queue -> drafters.
+"""A threaded trainer for tests, shaped like the users' own: targets -> postprocess -> hidden-state queue ->
+drafters.
 
     pipeline_trainer.py TARGETS DRAFTERS STEPS FILE
 
-Every third target step has two items, and a drafter step takes two. Phases and steps are counted by plain integers, and each item
-carries the id of the target step that made it; both go to FILE as JSON. A step's `batch_id` is its own id, as text.
+Every third target step has two items, and a drafter step takes two. Phases and steps are counted by plain
+integers, and each item carries the id of the target step that made it; both go to FILE as JSON. A step's
+`batch_id` is its own id, as text.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Item:
 class Counted:
     """A worker whose phases and steps are counted."""
 
-    def __init__(self, telemetry: otel_dflash.Telemetry, role: str, index: int, gpu: int | None = None) -> None:
+    def __init__(
+        self, telemetry: otel_dflash.Telemetry, role: str, index: int, gpu: int | None = None
+    ) -> None:
         self.worker = telemetry.worker(role, index, gpu=gpu)
         self.counts: Counter[str] = Counter()
         self.key = f"{role} {index}"
@@ -58,7 +62,9 @@ class Counted:
 def main() -> None:
     telemetry = otel_dflash.start()
     transfers: queue.Queue[Any] = queue.Queue(4)
-    hidden_states: queue.Queue[Any] = telemetry.wrap_queue(queue.Queue(16 if DRAFTERS else 0), "hidden_states")
+    hidden_states: queue.Queue[Any] = telemetry.wrap_queue(
+        queue.Queue(16 if DRAFTERS else 0), "hidden_states"
+    )
     targets = [Counted(telemetry, "target", index, gpu=index) for index in range(TARGETS)]
     postprocess = Counted(telemetry, "postprocess", 0)
     drafters = [Counted(telemetry, "drafter", index, gpu=TARGETS + index) for index in range(DRAFTERS)]

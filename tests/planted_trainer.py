@@ -1,9 +1,11 @@
-"""A trainer for tests that knows where its time went: it reads the clock before and after each change of what a worker does.
+"""A trainer for tests that knows where its time went: it reads the clock before and after each change of what
+a worker does.
 
     planted_trainer.py FILE
 
-Between two changes a worker is in one state, for at least the time from after the first to before the second, and for at most the
-time from before the first to after the second. FILE gets these sums of each worker as JSON: {worker: {state: [at least, at most]}}.
+Between two changes a worker is in one state, for at least the time from after the first to before the second,
+and for at most the time from before the first to after the second. FILE gets these sums of each worker as
+JSON: {worker: {state: [at least, at most]}}.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Witness:
 
     def truth(self) -> dict[str, list[int]]:
         sums: dict[str, list[int]] = {}
-        for (before, after, state), (next_before, next_after, _) in zip(self.changes, self.changes[1:], strict=False):
+        for (before, after, state), (next_before, next_after, _) in zip(
+            self.changes, self.changes[1:], strict=False
+        ):
             least, most = sums.setdefault(state, [0, 0])
             sums[state] = [least + next_before - after, most + next_after - before]
         first, last = self.changes[0], self.changes[-1]
@@ -63,7 +67,9 @@ class Planted:
         self.phase.__enter__()
         self.witness.changes.append((before, now(), states[-1]))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         states = self.witness.states
         states.pop()
         before = now()
@@ -142,7 +148,8 @@ def main() -> None:
     items: queue.Queue[int] = telemetry.wrap_queue(queue.Queue(1), "hidden_states", capacity=1)
     lock = threading.Lock()
     loops = {"target": target_loop, "drafter": drafter_loop, "postprocess": holder_loop}
-    witnesses = {role: Witness(telemetry, role, 0) for role in loops}  # one after the other: the quicker, the better it is timed
+    # one after the other: the quicker, the better it is timed
+    witnesses = {role: Witness(telemetry, role, 0) for role in loops}
 
     def run(role: str) -> None:
         loops[role](witnesses[role], items, lock)

@@ -1,4 +1,5 @@
-"""Real processes for the tests of `otel-dflash run`: a user's environment, a stand-in for the agent, a terminal."""
+"""Real processes for the tests of `otel-dflash run`: a user's environment, a stand-in for the agent, a
+terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 RUN = (sys.executable, "-m", "otel_dflash", "run", "--quiet", "--")
 
 COUNT_SIGNALS = """
@@ -38,12 +39,19 @@ AGENT = """#!/bin/sh
 while kill -0 $PPID 2>/dev/null && for entry in "$2"/process-*; do test -e "$entry"; done; do sleep 0.02; done
 """
 # Takes the terminal on stdin as its controlling one, then becomes the command in its arguments.
-TAKE_TERMINAL = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], "
+    "sys.argv[1:])"
+)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
     """Return the environment of a child that knows nothing of this one's telemetry and proxies."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("OTEL_") and not name.lower().endswith("_proxy")
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
@@ -52,7 +60,11 @@ def user_environment(directory: Path) -> dict[str, str]:
     agent = directory / "agent"
     agent.write_text(AGENT)
     agent.chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "PYTEST_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OTEL_", "PYTEST_", "PYTHONUNBUFFERED"))
+    }
     ours = {"OTEL_DFLASH_DIR": "runs", "OTEL_DFLASH_SHM": str(directory), "OTEL_DFLASH_AGENT": str(agent)}
     return {**kept, **ours, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_COLORS": "0"}
 
@@ -79,8 +91,12 @@ def starter(environment: Mapping[str, str], cwd: Path) -> Iterator[Start]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def completed(command: tuple[str, ...], environment: Mapping[str, str], cwd: Path, given: bytes = b"") -> tuple[int, bytes, bytes]:
-    result = subprocess.run(command, env=environment, cwd=cwd, input=given, capture_output=True, timeout=DEADLINE_S, check=False)
+def completed(
+    command: tuple[str, ...], environment: Mapping[str, str], cwd: Path, given: bytes = b""
+) -> tuple[int, bytes, bytes]:
+    result = subprocess.run(
+        command, env=environment, cwd=cwd, input=given, capture_output=True, timeout=DEADLINE_S, check=False
+    )
     return result.returncode, result.stdout, result.stderr
 
 
@@ -123,7 +139,16 @@ class Terminal:
 
     def __init__(self, start: Start, *command: str) -> None:
         self.master, slave = pty.openpty()
-        self.process = start(sys.executable, "-c", TAKE_TERMINAL, *command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = start(
+            sys.executable,
+            "-c",
+            TAKE_TERMINAL,
+            *command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
         os.close(slave)
         self.seen = b""
 

@@ -1,4 +1,5 @@
-"""A session with real processes, for tests: trainer and agent are started, fed, killed and waited for here."""
+"""A session with real processes, for tests: trainer and agent are started, fed, killed and waited for
+here."""
 
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from otel_dflash.agent.frames import Frame
-from otel_dflash.agent.recording import RecordingReader
+from otel_dflash.recording.frames import Frame
+from otel_dflash.recording.reader import RecordingReader
 from otel_dflash.session import create_session, register_process, remove_session
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.processes import clean_environment
 
-DEADLINE_S = 60.0
+DEADLINE_S = 90.0
 TESTS = Path(__file__).parent
 
 
 class Running:
-    """A session, its trainer, and its agents. The test itself is a member until `end`, so that no agent leaves early. Context manager."""
+    """A session, its trainer, and its agents. The test itself is a member until `end`, so that no agent
+    leaves early. Context manager."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
         self.session = create_session(directory=directory / "runs")
@@ -33,7 +35,7 @@ class Running:
             "OTEL_DFLASH_SESSION": str(self.session.path),
             "OTEL_DFLASH_DRAIN_MS": "20",
             "OTEL_DFLASH_METRIC_MS": "300",
-            "OTEL_DFLASH_EXIT_MS": "30000",
+            "OTEL_DFLASH_EXIT_MS": "60000",
             **variables,
         }
         self.member = register_process(self.session)
@@ -92,15 +94,19 @@ class Running:
         """Start an agent: the shipped one, or a Python program of the tests."""
         run = [sys.executable, *(command or ("-m", "otel_dflash", "agent")), str(self.session.path)]
         with self.log.open("ab") as log:
-            agent = subprocess.Popen(run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+            agent = subprocess.Popen(
+                run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment
+            )
         self.agents.append(agent)
         return agent
 
     def is_drained(self) -> bool:
         """Return whether the recording holds all that the rings do."""
-        from otel_dflash.agent.drain import RingReader
+        from otel_dflash.agent.ring_reader import RingReader
 
         rings = [RingReader(path) for path in self.session.path.glob("ring-*")]
+        for ring in rings:
+            ring.look(over=True)
         return all(len(ring.published()) == 0 for ring in rings)
 
     def _answer(self) -> str:
@@ -189,9 +195,13 @@ def assert_exact(running: Running, counts: Counter[str], receiver: OtlpReceiver)
     for point in receiver.points():
         series = (point.name, *sorted(point.attributes.items()), point.resource["service.instance.id"])
         starts.setdefault(series, set()).add(point.start_ns)
-        points.setdefault((*series, point.time_ns), set()).add(point.proto.SerializeToString(deterministic=True))
+        points.setdefault((*series, point.time_ns), set()).add(
+            point.proto.SerializeToString(deterministic=True)
+        )
     assert {key: found for key, found in starts.items() if len(found) > 1} == {}
-    assert {key: found for key, found in points.items() if len(found) > 1} == {}, "a repeated point must be byte-identical"
+    assert {key: found for key, found in points.items() if len(found) > 1} == {}, (
+        "a repeated point must be byte-identical"
+    )
     records = Counter({frame.ring: 0 for frame in running.frames()})
     for frame in running.frames():
         if frame.kind.name == "RECORDS":

@@ -1,4 +1,5 @@
-"""A small deterministic run as it arrives: parents, links, kinds, attributes and resources; and a wall clock that jumps meanwhile."""
+"""A small deterministic run as it arrives: parents, links, kinds, attributes and resources; and a wall clock
+that jumps meanwhile."""
 
 from __future__ import annotations
 
@@ -78,7 +79,13 @@ TREE = [
     {
         "name": "target.step",
         "service": "dflash-target",
-        "attributes": target(dflash_step=0, dflash_batch_tokens=100, dflash_bucket_id="512", dflash_batch_id="first", dflash_ratio=0.5)
+        "attributes": target(
+            dflash_step=0,
+            dflash_batch_tokens=100,
+            dflash_bucket_id="512",
+            dflash_batch_id="first",
+            dflash_ratio=0.5,
+        )
         | {"dflash.batch.loss_tokens": 80},
         "children": [
             {"name": "target.queue_get", "kind": "CONSUMER", "attributes": target("starved")},
@@ -123,7 +130,12 @@ TREE = [
                         "events": [(ITEM, QUEUE), (ITEM, BUCKET)],
                     },
                     {"name": "drafter.forward", "attributes": drafter("busy")},
-                    {"name": "drafter.queue_get", "kind": "CONSUMER", "attributes": drafter("starved"), "events": [(ITEM, BUCKET)]},
+                    {
+                        "name": "drafter.queue_get",
+                        "kind": "CONSUMER",
+                        "attributes": drafter("starved"),
+                        "events": [(ITEM, BUCKET)],
+                    },
                     {"name": "drafter.backward", "attributes": drafter("busy")},
                 ],
             },
@@ -141,7 +153,11 @@ TREE = [
         "status": "ERROR",
         "attributes": drafter(error_type="ZeroDivisionError"),
         "children": [
-            {"name": "drafter.optimizer", "status": "ERROR", "attributes": drafter("busy", error_type="ZeroDivisionError")},
+            {
+                "name": "drafter.optimizer",
+                "status": "ERROR",
+                "attributes": drafter("busy", error_type="ZeroDivisionError"),
+            },
         ],
     },
 ]
@@ -153,13 +169,21 @@ def test_a_small_run_arrives_as_one_tree(protocol: str, receiver: OtlpReceiver, 
     got, pid, host = ran.said
     assert got == ["c", "b", "a"]
     assert receiver.tree(ANYWHERE) == TREE
-    common = {"service.namespace": "dflash", "service.instance.id": f"run-1-{host}-{pid}", "host.name": host, "process.pid": pid}
+    common = {
+        "service.namespace": "dflash",
+        "service.instance.id": f"run-1-{host}-{pid}",
+        "host.name": host,
+        "process.pid": pid,
+    }
     resources = {
-        span.name.partition(".")[0]: {name: value for name, value in span.resource.items() if not name.startswith("telemetry.sdk.")}
+        span.name.partition(".")[0]: {
+            name: value for name, value in span.resource.items() if not name.startswith("telemetry.sdk.")
+        }
         for span in ran.spans()
     }
     assert resources == {
-        role: {"service.name": f"dflash-{role}", "dflash.run.id": "run-1", **common} for role in ("target", "postprocess", "drafter")
+        role: {"service.name": f"dflash-{role}", "dflash.run.id": "run-1", **common}
+        for role in ("target", "postprocess", "drafter")
     }
 
 
@@ -168,7 +192,13 @@ def test_names_of_the_users_environment_reach_the_resource(receiver: OtlpReceive
     ran = run(tmp_path, receiver, ["-c", SCRIPT, "FILE"], **said)
     host = ran.said[2]
     assert {
-        (s.resource["service.name"], s.resource["service.namespace"], s.resource["team"], s.resource["host.name"]) for s in ran.spans()
+        (
+            s.resource["service.name"],
+            s.resource["service.namespace"],
+            s.resource["team"],
+            s.resource["host.name"],
+        )
+        for s in ran.spans()
     } == {(f"night-{role}", "night", "speculation", host) for role in ("target", "postprocess", "drafter")}
 
 
@@ -225,14 +255,26 @@ def test_a_jump_of_the_wall_clock_changes_no_duration(receiver: OtlpReceiver, tm
 
     spans = sorted(ran.spans(), key=lambda span: span.start_ns)
     puts = [span for span in spans if span.name == "target.queue_put"]
-    within = [inner <= span.end_ns - span.start_ns <= outer for span, (inner, outer, _) in zip(puts, stamps, strict=True)]
+    within = [
+        inner <= span.end_ns - span.start_ns <= outer
+        for span, (inner, outer, _) in zip(puts, stamps, strict=True)
+    ]
     assert within == [True, True, True]
-    assert [span.name for span in spans] == ["target.step", "target.queue_put", "drafter.step", "drafter.queue_get"] * 3
-    assert all(start_ns <= span.start_ns <= span.end_ns <= end_ns - JUMP_NS for span in spans), "spans keep the clock of the start"
+    assert [span.name for span in spans] == [
+        "target.step",
+        "target.queue_put",
+        "drafter.step",
+        "drafter.queue_get",
+    ] * 3
+    assert all(start_ns <= span.start_ns <= span.end_ns <= end_ns - JUMP_NS for span in spans), (
+        "spans keep the clock of the start"
+    )
     links = [link for span in spans for link in span.links]
     residences_ns = [link.attributes["dflash.queue.residence"] * 1e9 for link in links]
-    assert [20e6 <= residence <= whole for residence, (_, _, whole) in zip(residences_ns, stamps, strict=True)] == [True, True, True]
+    assert [
+        20e6 <= residence <= whole for residence, (_, _, whole) in zip(residences_ns, stamps, strict=True)
+    ] == [True, True, True]
     for point in receiver.latest("dflash.phase.duration"):
-        assert point.total < 1, point.attributes
+        assert point.total < JUMP_NS / 1e9, point.attributes
     (offset,) = receiver.latest("dflash.telemetry.clock.offset")
     assert abs(offset.value - JUMP_NS / 1e9) < 1, "the jump is exported, not applied"

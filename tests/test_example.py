@@ -1,4 +1,5 @@
-"""The example trainer: the algorithm on cases small enough to write down, and short real runs in processes of their own."""
+"""The example trainer: the algorithm on cases small enough to write down, and short real runs in processes of
+their own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "dflash"))  # the example is a script beside its modules
+# the example is a script beside its modules
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "dflash"))
 
 from blocks import block_mask, draw_anchors, loss_weights
 from data import make_batch
@@ -35,14 +37,17 @@ MODULES = sorted(EXAMPLE.glob("*.py"))
 
 def start(*command: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OTEL_DFLASH_DISABLED": "true"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
+    with process:  # its pipes are closed even if it takes too long
+        try:
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
     return process.returncode, out, err
 
 
@@ -50,9 +55,12 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("target_layers", "draft_layers", "expected"), [(36, 5, [1, 9, 17, 25, 33]), (6, 2, [1, 3]), (6, 1, [3]), (28, 5, [1, 7, 13, 19, 25])]
+    ("target_layers", "draft_layers", "expected"),
+    [(36, 5, [1, 9, 17, 25, 33]), (6, 2, [1, 3]), (6, 1, [3]), (28, 5, [1, 7, 13, 19, 25])],
 )
-def test_target_layers_are_spread_as_published(target_layers: int, draft_layers: int, expected: list[int]) -> None:
+def test_target_layers_are_spread_as_published(
+    target_layers: int, draft_layers: int, expected: list[int]
+) -> None:
     assert target_layer_ids(target_layers, draft_layers) == expected
 
 
@@ -79,7 +87,9 @@ def test_block_sees_itself_and_the_context_strictly_before_its_anchor() -> None:
 
 def test_loss_weights_decay_and_skip_anchor_end_unsupervised_and_unkept() -> None:
     loss_mask = torch.tensor([[False, True, True, False, True, True]])
-    weights = loss_weights(torch.tensor([[1, 4, 1]]), torch.tensor([[True, True, False]]), loss_mask, block=4, gamma=2.0)
+    weights = loss_weights(
+        torch.tensor([[1, 4, 1]]), torch.tensor([[True, True, False]]), loss_mask, block=4, gamma=2.0
+    )
     expected = [[0, 1, 0, 0.36787944], [0, 1, 0, 0], [0, 0, 0, 0]]
     torch.testing.assert_close(weights.view(3, 4), torch.tensor(expected, dtype=weights.dtype))
 
@@ -103,7 +113,9 @@ def test_draft_depends_on_hidden_states_before_the_anchor_alone() -> None:
         other = packed.clone()
         other[:, changed] += 1
         with torch.no_grad():
-            return torch.as_tensor(drafter(target, other, tokens, positions, block_mask(anchors, keep, 4, context=6)))
+            return torch.as_tensor(
+                drafter(target, other, tokens, positions, block_mask(anchors, keep, 4, context=6))
+            )
 
     assert torch.equal(draft(3), draft(5))
     assert not torch.allclose(draft(2), draft(3))
@@ -111,12 +123,22 @@ def test_draft_depends_on_hidden_states_before_the_anchor_alone() -> None:
 
 def test_only_fusion_norms_and_draft_layers_are_trained() -> None:
     drafter = Drafter(Target(width=16, heads=2, layers=5))
-    assert {name.split(".")[0] for name, _ in drafter.named_parameters()} == {"fuse", "context_norm", "layers", "norm"}
+    assert {name.split(".")[0] for name, _ in drafter.named_parameters()} == {
+        "fuse",
+        "context_norm",
+        "layers",
+        "norm",
+    }
 
 
 def test_batch_counts_tokens_without_padding() -> None:
     batch = make_batch([torch.full((60,), 7), torch.full((64,), 7)], number=3, bucket=64)
-    assert (batch.tokens, batch.loss_tokens, batch.bucket, tuple(batch.ids.shape)) == (124, 124 - 2 * 32, 64, (2, 64))
+    assert (batch.tokens, batch.loss_tokens, batch.bucket, tuple(batch.ids.shape)) == (
+        124,
+        124 - 2 * 32,
+        64,
+        (2, 64),
+    )
     assert int(batch.loss_mask.sum()) == batch.loss_tokens
 
 
@@ -199,9 +221,18 @@ def test_planted_delay_takes_its_time(kind: str) -> None:
     [
         (["--slow", "target:1:pack_hidden"], "must look like target:1:pack_hidden=20ms"),
         (["--slow", "target:1:pack_hidden=20"], "must look like target:1:pack_hidden=20ms"),
-        (["--slow", "trainer:1:forward=20ms"], "the role must be one of target, postprocess, drafter, got 'trainer'"),
-        (["--slow", "target:1:forward=20ms"], "a section of target must be one of queue_get, model_forward, pack_hidden, queue_put"),
-        (["--slow", "target:1:pack_hidden=20ms:gpu"], "the kind must be one of sleep, cpu, lock, error, got 'gpu'"),
+        (
+            ["--slow", "trainer:1:forward=20ms"],
+            "the role must be one of target, postprocess, drafter, got 'trainer'",
+        ),
+        (
+            ["--slow", "target:1:forward=20ms"],
+            "a section of target must be one of queue_get, model_forward, pack_hidden, queue_put",
+        ),
+        (
+            ["--slow", "target:1:pack_hidden=20ms:gpu"],
+            "the kind must be one of sleep, cpu, lock, error, got 'gpu'",
+        ),
         (["--slow", "target:2:pack_hidden=20ms"], "there is no target 2, only 2 (from 0)"),
         (["--steps", "0"], "must be a whole number of at least 1, got '0'"),
         (["--log-interval", "nan"], "must be a number of seconds above 0, got 'nan'"),
@@ -212,7 +243,9 @@ def test_planted_delay_takes_its_time(kind: str) -> None:
         (["--counts", "missing/counts.json"], "not a file in an existing directory"),
     ],
 )
-def test_wrong_flag_is_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flag_is_one_clear_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse(arguments)
     assert exit_.value.code == 2
@@ -229,7 +262,9 @@ def test_telemetry_adds_at_most_15_lines_and_nothing_else_mentions_it() -> None:
             if line.endswith("# telemetry"):
                 marked.append(line)
             else:
-                assert not re.search(r"otel_dflash|\.worker\b|\bstep\.(set|produced|consumed|id)\b", line), line
+                assert not re.search(r"otel_dflash|\.worker\b|\bstep\.(set|produced|consumed|id)\b", line), (
+                    line
+                )
     assert 0 < len(marked) <= TELEMETRY_LINES_MAX
 
 
@@ -247,7 +282,17 @@ def test_example_imports_torch_tqdm_and_the_standard_library() -> None:
 
 def test_simulated_five_and_three_workers_count_what_they_do(tmp_path: Path) -> None:
     counts_file = tmp_path / "counts.json"
-    arguments = ("--simulate", "--targets", "5", "--drafters", "3", "--steps", "30", "--counts", str(counts_file))
+    arguments = (
+        "--simulate",
+        "--targets",
+        "5",
+        "--drafters",
+        "3",
+        "--steps",
+        "30",
+        "--counts",
+        str(counts_file),
+    )
     code, out, err = finish(start(*TRAIN, *arguments))
     assert (code, "nothing was trained or decoded" in out) == (0, True), err
     counts = json.loads(counts_file.read_text())
@@ -270,7 +315,9 @@ def test_simulated_five_and_three_workers_count_what_they_do(tmp_path: Path) -> 
 
 
 def test_failing_worker_ends_the_run_with_its_error_and_exit_code_1() -> None:
-    code, out, err = finish(start(*TRAIN, "--simulate", "--steps", "1000000", "--slow", "target:1:pack_hidden=1ms:error"))
+    code, out, err = finish(
+        start(*TRAIN, "--simulate", "--steps", "1000000", "--slow", "target:1:pack_hidden=1ms:error")
+    )
     assert code == 1
     assert err.splitlines()[-1] == "sections.PlantedError: planted by --slow in target.pack_hidden"
     assert "steps in" not in out
@@ -285,11 +332,24 @@ def test_ctrl_c_ends_the_run_with_130_and_no_traceback() -> None:
     assert (code, err.splitlines()[-1], "Traceback" in err) == (130, "interrupted", False)
 
 
+@pytest.mark.slow
 def test_short_runs_train_decode_losslessly_and_repeat_bit_by_bit(tmp_path: Path) -> None:
     runs = [["--deterministic"], ["--deterministic"], ["--targets", "2", "--drafters", "2"]]
     for i, arguments in enumerate(runs):
-        arguments += ["--teach-steps", "30", "--steps", "12", "--decode-tokens", "12", "--counts", str(tmp_path / f"{i}.json")]
-    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r}); import train; sys.exit(max(map(train.main, {runs!r})))"
+        arguments += [
+            "--teach-steps",
+            "30",
+            "--steps",
+            "12",
+            "--decode-tokens",
+            "12",
+            "--counts",
+            str(tmp_path / f"{i}.json"),
+        ]
+    program = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLE)!r}); import train; sys.exit(max(map(train.main, "
+        f"{runs!r})))"
+    )
     code, out, err = finish(start(sys.executable, "-c", program))  # in one process: the imports take longest
     assert code == 0, err
     assert out.count("lossless           yes") == 3

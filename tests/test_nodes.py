@@ -1,4 +1,5 @@
-"""Runs of several nodes and ranks: a recording per node, one session for the ranks of a node, and nobody writes to another's."""
+"""Runs of several nodes and ranks: a recording per node, one session for the ranks of a node, and nobody
+writes to another's."""
 
 from __future__ import annotations
 
@@ -16,9 +17,17 @@ from typing import Any
 import pytest
 
 from otel_dflash import session as session_module
-from otel_dflash.agent.recording import RecordingReader, list_recordings, read_info
-from otel_dflash.agent.resources import Resources
-from otel_dflash.session import abandoned_sessions, create_session, living_processes, open_session, running_sessions
+from otel_dflash.new_recording import RecordingExistsError
+from otel_dflash.otlp.resources import Resources
+from otel_dflash.recording.directory import list_recordings
+from otel_dflash.recording.reader import RecordingReader
+from otel_dflash.recording.run_info import read_info
+from otel_dflash.session import (
+    create_session,
+    living_processes,
+    open_session,
+)
+from otel_dflash.session_list import abandoned_sessions, running_sessions
 from otel_dflash.trainer import telemetry as telemetry_module
 from tests.running import DEADLINE_S, poll
 
@@ -52,14 +61,36 @@ Trainer = subprocess.Popen[str]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OTEL_DFLASH_DRAIN_MS": "20", **variables}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OTEL_DFLASH_DRAIN_MS": "20",
+        **variables,
+    }
 
 
 def run_on(node: str) -> tuple[int, str]:
     """Record a step of the run night-7 as that node; return the exit code and what was said."""
-    command = [sys.executable, "-m", "otel_dflash", "run", "--quiet", "--run-id", "night-7", "--", sys.executable, "-c", STEP]
+    command = [
+        sys.executable,
+        "-m",
+        "otel_dflash",
+        "run",
+        "--quiet",
+        "--run-id",
+        "night-7",
+        "--",
+        sys.executable,
+        "-c",
+        STEP,
+    ]
     result = subprocess.run(
-        command, env=environment(OTEL_DFLASH_NODE=node), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        command,
+        env=environment(OTEL_DFLASH_NODE=node),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     return result.returncode, result.stderr
 
@@ -80,7 +111,10 @@ def test_each_node_of_a_run_has_a_recording_and_a_node_only_one(runs: Path) -> N
         "night-7@node-b": ("night-7", "node-b"),
     }
     resources = [Resources(info).for_role("target", 7).attributes for info in infos.values()]
-    assert [[resource[key] for key in ("host.name", "dflash.run.id", "service.instance.id")] for resource in resources] == [
+    assert [
+        [resource[key] for key in ("host.name", "dflash.run.id", "service.instance.id")]
+        for resource in resources
+    ] == [
         ["node-a", "night-7", "night-7-node-a-7"],
         ["node-b", "night-7", "night-7-node-b-7"],
     ]
@@ -109,10 +143,18 @@ def test_commands_name_the_recording_of_a_node(runs: Path) -> None:
     def say(*arguments: str) -> str:
         command = [sys.executable, "-m", "otel_dflash", *arguments]
         return subprocess.run(
-            command, env=environment(COLUMNS="200"), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+            command,
+            env=environment(COLUMNS="200"),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         ).stdout
 
-    assert [line.split()[0] for line in say("runs").splitlines() if line.strip().startswith("night")] == ["night-7@node-b", "night-7"]
+    assert [line.split()[0] for line in say("runs").splitlines() if line.strip().startswith("night")] == [
+        "night-7@node-b",
+        "night-7",
+    ]
     assert "night-7 on node-a" in say("summary", "night-7")
     assert "night-7 on node-b" in say("summary", "night-7@node-b")
     assert "night-7 on node-a" in say("summary", "night-7@node-a"), "the first node's is found by both names"
@@ -121,7 +163,14 @@ def test_commands_name_the_recording_of_a_node(runs: Path) -> None:
 def test_nodes_that_start_at_once_on_a_shared_disk_part(runs: Path) -> None:
     def create(node: str) -> str:
         command = [sys.executable, "-c", CREATE]
-        result = subprocess.run(command, env=environment(OTEL_DFLASH_NODE=node), capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(
+            command,
+            env=environment(OTEL_DFLASH_NODE=node),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         return result.stdout.strip() or result.stderr.strip().rpartition("\n")[2]
 
     nodes = [f"node-{number}" for number in range(6)]
@@ -132,7 +181,9 @@ def test_nodes_that_start_at_once_on_a_shared_disk_part(runs: Path) -> None:
     assert sorted(path.name for path in runs.iterdir()) == sorted(names)
 
 
-def test_a_node_with_an_odd_name_has_a_directory_all_the_same(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_an_odd_name_has_a_directory_all_the_same(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_session("night-7")
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "über/node", "", "", "")))
     session = create_session("night-7")
@@ -143,7 +194,8 @@ def test_a_wrong_node_name_is_said_with_the_remedy(runs: Path) -> None:
     code, said = run_on("node/a")
     assert code == 2
     assert said == (
-        "otel-dflash: OTEL_DFLASH_NODE is 1 to 64 letters, digits, '.', '_' or '-', got 'node/a'; unset it for the host's name\n"
+        "otel-dflash: OTEL_DFLASH_NODE is 1 to 64 letters, digits, '.', '_' or '-', got 'node/a'; "
+        "unset it for the host's name\n"
     )
 
 
@@ -163,16 +215,30 @@ class Trainers:
     def start(self, program: str = TRAINER, **variables: str) -> Trainer:
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(
-            command, env=environment(**variables), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment(**variables),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self._started.append(process)
         return process
 
     def end(self) -> list[str]:
         """Let all end, their agents too; return what they said."""
-        said = [process.communicate(timeout=DEADLINE_S)[1] for process in self._started if process.returncode is None]
+        said = [
+            process.communicate(timeout=DEADLINE_S)[1]
+            for process in self._started
+            if process.returncode is None
+        ]
         self._started.clear()
-        poll(lambda: not running_sessions() and not list(Path(os.environ["OTEL_DFLASH_SHM"]).glob("otel-dflash-*/*")))
+        poll(
+            lambda: (
+                not running_sessions()
+                and not list(Path(os.environ["OTEL_DFLASH_SHM"]).glob("otel-dflash-*/*"))
+            )
+        )
         assert abandoned_sessions() == []
         return said
 
@@ -191,7 +257,9 @@ def workers(recording: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("given", [{}, {"OTEL_DFLASH_RUN_ID": "night-7"}])
-def test_ranks_that_a_launcher_starts_share_a_session(runs: Path, trainers: Trainers, given: Mapping[str, str]) -> None:
+def test_ranks_that_a_launcher_starts_share_a_session(
+    runs: Path, trainers: Trainers, given: Mapping[str, str]
+) -> None:
     ranks = [trainers.start(LOCAL_RANK=str(rank), **given) for rank in range(3)]
     names = {answer(rank)[0] for rank in ranks}
     assert trainers.end() == ["", "", ""]
@@ -209,13 +277,15 @@ def test_ranks_that_are_started_again_are_another_run(runs: Path, trainers: Trai
     assert sorted(path.name for path in runs.iterdir()) == sorted([first[0], again[0]])
 
 
-def test_a_rank_joins_no_session_whose_processes_were_all_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_joins_no_session_whose_processes_were_all_killed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would take its records: the agent was killed with them."""
     monkeypatch.setattr(session_module, "RANK_WAIT_S", 0.2)
     monkeypatch.setenv("LOCAL_RANK", "1")
     left = create_session("night-7")
     (left.path / "process-4194305-1").touch()
-    with pytest.raises(session_module.RecordingExistsError, match="night-7 exists; choose another run id"):
+    with pytest.raises(RecordingExistsError, match="night-7 exists; choose another run id"):
         session_module.create_or_join("night-7")
     member = session_module.register_process(left)
     assert session_module.create_or_join("night-7") == (left, False)
@@ -232,7 +302,9 @@ def test_each_command_of_a_batch_script_is_a_run_of_its_own(runs: Path, trainers
     assert [workers(runs / name) for name in names] == [[("target", 0)]] * 3
 
 
-def test_a_rank_may_outlive_the_one_that_made_the_session_and_hands_it_on(runs: Path, trainers: Trainers) -> None:
+def test_a_rank_may_outlive_the_one_that_made_the_session_and_hands_it_on(
+    runs: Path, trainers: Trainers
+) -> None:
     joins = "import otel_dflash; otel_dflash.start(); print(flush=True); sys.stdin.readline()\n"
     first = trainers.start(LOCAL_RANK="0")
     name, session = answer(first)
@@ -253,19 +325,39 @@ def test_two_trainers_that_are_no_ranks_never_share_a_run(runs: Path, trainers: 
     answer(trainers.start(OTEL_DFLASH_RUN_ID="night-7"))
     assert answer(trainers.start(OTEL_DFLASH_RUN_ID="night-7")) == ["", ""]
     refused = f"recording {runs / 'night-7'} exists; choose another run id, or remove it"
-    assert trainers.end() == ["", f"otel_dflash: telemetry is off: {refused}; training goes on\n"]
+    assert trainers.end() == ["", f"otel-dflash: telemetry is off: {refused}; training goes on\n"]
     assert workers(runs / "night-7") == [("target", 0)]
 
 
 def test_torchrun_alone_gives_one_recording(runs: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER.replace("sys.stdin.read()", AWAIT_TWO))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        str(script),
+    ]
     result = subprocess.run(
-        command, env=environment(), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
-    poll(lambda: not running_sessions() and not list(Path(os.environ["OTEL_DFLASH_SHM"]).glob("otel-dflash-*/*")))
+    poll(
+        lambda: (
+            not running_sessions() and not list(Path(os.environ["OTEL_DFLASH_SHM"]).glob("otel-dflash-*/*"))
+        )
+    )
     (recording,) = list_recordings(runs)
     assert workers(recording) == [("target", 0), ("target", 1)]
 
@@ -273,9 +365,27 @@ def test_torchrun_alone_gives_one_recording(runs: Path, tmp_path: Path) -> None:
 def test_ranks_that_are_each_under_run_share_the_first_ones_agent(runs: Path) -> None:
     """As `srun otel-dflash run -- python train.py` starts them."""
     trainer = TRAINER.replace("sys.stdin.read()", AWAIT_TWO) + "sys.exit(3 + rank)"
-    command = [sys.executable, "-m", "otel_dflash", "run", "--quiet", "--run-id", "night-7", "--", sys.executable, "-c", trainer]
+    command = [
+        sys.executable,
+        "-m",
+        "otel_dflash",
+        "run",
+        "--quiet",
+        "--run-id",
+        "night-7",
+        "--",
+        sys.executable,
+        "-c",
+        trainer,
+    ]
     ranks = [
-        subprocess.Popen(command, env=environment(LOCAL_RANK=f"{rank}"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=environment(LOCAL_RANK=f"{rank}"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     ends = [(rank.communicate(timeout=DEADLINE_S)[1], rank.returncode) for rank in ranks]

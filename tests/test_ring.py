@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import otel_dflash
-from otel_dflash.records import MAGIC, NAMES_MAX, NameKind
+from otel_dflash.records import MAGIC, NAME_SHARES, NAMES_MAX, NAMES_OFFSET, SLOTS_OFFSET, NameKind
 from otel_dflash.ring import Ring, create_ring
 from otel_dflash.session import process_start
-from tests.pythons import check, on_each_python
-from tests.ring_reader import MemoryWorker, RingReader, open_ring
+from otel_dflash.trainer.context import NULL
+from tests.trainer.pythons import check, on_each_python
+from tests.trainer.ring_reader import MemoryWorker, RingReader, open_ring
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.timeout(60, method="thread")  # the alarm is used by the tests themselves
@@ -38,7 +39,11 @@ def test_a_ring_file_says_whose_it_is(ring: Ring, places: Path) -> None:
     pid = os.getpid()
     (path,) = places.iterdir()
     status = path.lstat()
-    assert (path.name, stat.filemode(status.st_mode), status.st_size) == (f"ring-{pid}-7", "-rw-------", 1 << 17)
+    assert (path.name, stat.filemode(status.st_mode), status.st_size) == (
+        f"ring-{pid}-7",
+        "-rw-------",
+        1 << 17,
+    )
     assert status.st_blocks * 512 == 1 << 17  # reserved: no store can find the tmpfs full
     reader = open_ring(path)
     assert [reader.word(k) for k in (0, 1, 2, 3, 4)] == [MAGIC, ring.id, pid, process_start(pid), 1024]
@@ -55,7 +60,12 @@ def test_a_ring_id_comes_from_what_the_ring_is() -> None:
 
 
 def test_names_are_published_once_and_cut(ring: Ring) -> None:
-    assert [ring.intern(TEXT, "a"), ring.intern(PHASE, "busy a"), ring.intern(TEXT, "a"), ring.intern(2, "a")] == [2, 3, 2, 2]
+    assert [
+        ring.intern(TEXT, "a"),
+        ring.intern(PHASE, "busy a"),
+        ring.intern(TEXT, "a"),
+        ring.intern(2, "a"),
+    ] == [2, 3, 2, 2]
     ring.intern(TEXT, "x" * 1000)
     ring.intern(TEXT, "é" * 100)
     ring.intern(TEXT, "\ud800")
@@ -67,34 +77,41 @@ def test_names_are_published_once_and_cut(ring: Ring) -> None:
     assert reader_of(ring).counters() == {}
 
 
-def test_names_beyond_the_table_are_other_and_counted(ring: Ring) -> None:
-    ids = [ring.intern(TEXT, f"{n}") for n in range(NAMES_MAX + 10)]
-    assert ids == [*range(2, NAMES_MAX), *[1] * 12]
-    assert ring.intern(TEXT, "5") == 7
-    assert len(reader_of(ring).names()) == NAMES_MAX
-    assert reader_of(ring).counters() == {"name": 12}
+def test_the_shares_of_the_kinds_sum_to_the_table() -> None:
+    names, size = (sum(share[part] for share in NAME_SHARES.values()) for part in (0, 1))
+    assert set(NAME_SHARES) == set(NameKind)
+    assert (names, size) == (NAMES_MAX, SLOTS_OFFSET - NAMES_OFFSET)
 
 
-def test_values_that_never_repeat_leave_room_for_names(ring: Ring) -> None:
-    values = [ring.intern(NameKind.VALUE, f"batch-{n}") for n in range(NAMES_MAX)]
-    assert values == [*range(2, NAMES_MAX // 2), *[1] * (NAMES_MAX // 2 + 2)]
-    assert ring.intern(PHASE, "busy forward") == NAMES_MAX // 2
-    assert reader_of(ring).counters() == {"name": NAMES_MAX // 2 + 2}
+@pytest.mark.parametrize("filling", [kind for kind in NameKind if kind != NameKind.WORKER])
+@pytest.mark.parametrize("length", [0, 1024])
+def test_a_kind_of_which_there_are_too_many_leaves_all_others_their_room(
+    filling: NameKind, length: int, ring: Ring
+) -> None:
+    ids = [ring.intern(filling, f"{n:<{length}}") for n in range(NAMES_MAX)]
+    kept = sum(name_id > 1 for name_id in ids)
+    assert ids == [*range(2, kept + 2), *[1] * (NAMES_MAX - kept)]
+    assert ring.intern(filling, f"{0:<{length}}") == 2
+    others = [kind for kind in NameKind if kind not in (filling, NameKind.WORKER, NameKind.FILLED)]
+    assert 1 not in [ring.intern(kind, f"{n}") for kind in others for n in range(NAME_SHARES[kind][0] - 1)]
 
-
-def test_names_beyond_the_memory_for_them_are_other_and_counted(ring: Ring) -> None:
-    ids = [ring.intern(THREAD, f"{n:04}" * 250) for n in range(60)]
-    names = reader_of(ring).names()
-    fitting = (65536 - 16896 - sum(3 + len(text) for _, text in names[:2])) // 1003
-    assert ids == [*range(2, fitting + 2), *[1] * (60 - fitting)]
-    assert names[2:] == [(4, f"{n:04}" * 250) for n in range(fitting)]
-    assert ring.intern(TEXT, "short") == fitting + 2
-    assert reader_of(ring).counters() == {"name": 60 - fitting}
+    reports = (NameKind.REFUSED, NameKind.OVERFLOWED, NameKind.FILLED)  # of what is counted already
+    found = [text for kind, text in reader_of(ring).names() if kind == NameKind.FILLED]
+    if filling in reports:
+        assert reader_of(ring).counters() == {}
+    else:
+        assert (found, reader_of(ring).counters()) == ([filling.name.lower()], {"name": NAMES_MAX - kept})
 
 
 @on_each_python
 def test_threads_and_signal_handlers_publish_names_at_once(python: str) -> None:
-    assert check(python, "naming") == {"all ids agree": True, "ids say the names": True, "twice": 0, "counters": {}, "interrupted": True}
+    assert check(python, "naming") == {
+        "all ids agree": True,
+        "ids say the names": True,
+        "twice": 0,
+        "counters": {},
+        "interrupted": True,
+    }
 
 
 def test_a_closed_worker_records_nothing(telemetry: otel_dflash.Telemetry) -> None:
@@ -108,7 +125,7 @@ def test_a_closed_worker_records_nothing(telemetry: otel_dflash.Telemetry) -> No
         before = ring.memory[:]
         with worker.forward:
             step.set(tokens=1, a=1)
-        assert step.produced() == 0
+        assert step.produced() == NULL
     with worker.step() as step, worker.phase("new"):
         step.set(tokens=1)
     worker.close()
@@ -132,7 +149,9 @@ def test_a_worker_that_nobody_holds_closes_its_ring(telemetry: otel_dflash.Telem
 
 
 def test_a_ring_never_lies_on_a_disk(tmp_path: Path) -> None:
-    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout.strip()
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
+    ).stdout.strip()
     ring = create_ring(tmp_path, 0, 1 << 17, "target", 0, None, "run-1")
     (path,) = tmp_path.iterdir()
     assert path.is_symlink() == (kind != "tmpfs")
@@ -144,7 +163,7 @@ FULL = """
 import json, os, signal, subprocess, sys
 from pathlib import Path
 from otel_dflash.session import create_session
-from tests.ring_reader import open_ring
+from tests.trainer.ring_reader import open_ring
 
 mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", os.environ["OTEL_DFLASH_SHM"]], capture_output=True, text=True)
 if mount.returncode:
@@ -185,7 +204,12 @@ print(json.dumps([status, links, kinds, under_way, sorted(path.name for path in 
 def test_where_the_tmpfs_is_full_a_ring_is_a_memfd_that_outlives_its_killed_writer(tmp_path: Path) -> None:
     mounted = tmp_path / "shm"
     mounted.mkdir()
-    environment = {**os.environ, "OTEL_DFLASH_SHM": str(mounted), "OTEL_DFLASH_DIR": str(tmp_path / "runs"), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "OTEL_DFLASH_SHM": str(mounted),
+        "OTEL_DFLASH_DIR": str(tmp_path / "runs"),
+        "PYTHONPATH": str(ROOT),
+    }
     environment.pop("OTEL_DFLASH_SESSION", None)
     own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
     command: list[Any] = ["unshare", *own_user, "--mount", sys.executable, "-c", FULL]

@@ -13,7 +13,7 @@ from tests.otlp_receiver import OtlpReceiver, Span
 from tests.processes import clean_environment
 
 TESTS = Path(__file__).parent
-DEADLINE_S = 100
+DEADLINE_S = 240
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,18 @@ class Ran:
 
     def step_spans(self) -> dict[str, Span]:
         """Return the step spans by the id that the trainer gave as batch_id."""
-        return {str(span.attributes["dflash.batch.id"]): span for span in self.spans() if span.name.endswith(".step")}
+        return {
+            str(span.attributes["dflash.batch.id"]): span
+            for span in self.spans()
+            if span.name.endswith(".step")
+        }
 
 
-def run(directory: Path, receiver: OtlpReceiver, command: list[str], protocol: str = "grpc", **variables: str) -> Ran:
-    """Run a Python script that writes JSON to the file FILE under `otel-dflash run`, to the end of the delivery."""
+def run(
+    directory: Path, receiver: OtlpReceiver, command: list[str], protocol: str = "grpc", **variables: str
+) -> Ran:
+    """Run a Python script that writes JSON to the file FILE under `otel-dflash run`, to the end of the
+    delivery."""
     file = directory / "said.json"
     environment = {
         **clean_environment(),
@@ -46,8 +53,30 @@ def run(directory: Path, receiver: OtlpReceiver, command: list[str], protocol: s
         **variables,
     }
     script = [sys.executable, *(str(file) if word == "FILE" else word for word in command)]
-    started = [sys.executable, "-m", "otel_dflash", "run", "--run-id", "run-1", "--dir", str(directory), "--quiet", "--", *script]
-    ran = subprocess.run(started, env=environment, cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    started = [
+        sys.executable,
+        "-m",
+        "otel_dflash",
+        "run",
+        "--run-id",
+        "run-1",
+        "--dir",
+        str(directory),
+        "--quiet",
+        "--",
+        *script,
+    ]
+    ran = subprocess.run(
+        started,
+        env=environment,
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
-    assert [line for line in ran.stderr.splitlines() if not line.startswith("[monitor] ")] == []  # the example's own
+    assert [
+        line for line in ran.stderr.splitlines() if not line.startswith("[monitor] ")
+    ] == []  # the example's own
     return Ran(json.loads(file.read_text()), directory / "run-1", receiver)

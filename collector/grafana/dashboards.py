@@ -18,7 +18,9 @@ DASHBOARDS: Final = (PIPELINE, GPUS, TELEMETRY)
 
 def generate() -> dict[str, str]:
     """Return the text of each file of dashboards/ by name."""
-    return {f"{made.uid}.json": json.dumps(made.build(), cls=JSONEncoder, indent=2) + "\n" for made in DASHBOARDS}
+    return {
+        f"{made.uid}.json": json.dumps(made.build(), cls=JSONEncoder, indent=2) + "\n" for made in DASHBOARDS
+    }
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ from collector.grafana.promql import (
 GPUS: Final = Dashboard(
     "dflash-gpus",
     "DFlash GPUs",
-    "What the host knows of each GPU: whether the workers that drive it feed it or wait. A GPU is here when its worker was made with "
+    "What the host knows of each GPU: whether the workers that drive it feed it or wait. A GPU is here "
+    "when its worker was made with "
     "telemetry.worker(role, index, gpu=...).",
     (*VARIABLES, GPU_VARIABLE),
     {
@@ -48,9 +49,11 @@ GPUS: Final = Dashboard(
             Panel(
                 "Idle for lack of work, by GPU",
                 SHARE,
-                "Share of the time shown in which the GPU's workers were starved, backpressured or waiting for locks. "
+                "Share of the time shown in which the GPU's workers were starved, backpressured or "
+                "waiting for locks. "
                 f"{LIMITS_TEXT} It is a "
-                "lower bound of idleness: a GPU may also idle while its host launches too slowly, and it works on for a moment while the "
+                "lower bound of idleness: a GPU may also idle while its host launches too slowly, and "
+                "it works on for a moment while the "
                 "host already waits.",
                 (Query(waiting(HOST_GPU, GPU), GPU_LEGEND),),
                 kind="bars",
@@ -88,9 +91,15 @@ GPUS: Final = Dashboard(
             Panel(
                 "Phases, p99",
                 SECONDS,
-                "The same phase should take as long on every GPU of a role; one that stands out has a slow GPU, host core or "
+                "The same phase should take as long on every GPU of a role; one that stands out has a "
+                "slow GPU, host core or "
                 f"link. {LAUNCH_TEXT}",
-                (Query(quantile(0.99, PHASE, f"{HOST_GPU}, dflash_phase", base=GPU), f"{GPU_LEGEND} {{{{dflash_phase}}}}"),),
+                (
+                    Query(
+                        quantile(0.99, PHASE, f"{HOST_GPU}, dflash_phase", base=GPU),
+                        f"{GPU_LEGEND} {{{{dflash_phase}}}}",
+                    ),
+                ),
             ),
             Panel(
                 "Steps a second",

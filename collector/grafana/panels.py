@@ -11,8 +11,6 @@ from grafana_foundation_sdk.models import common as common_model
 from grafana_foundation_sdk.models import dashboard as model
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from otel_dflash.views.verdict import WAIT_SHARE_MIN, WORKER_SHARE_MIN
-
 # The units that panels here may have, as Grafana names them.
 SECONDS: Final = "s"
 SHARE: Final = "percentunit"  # of 1
@@ -22,20 +20,29 @@ RATIO: Final = "none"
 BYTES: Final = "bytes"
 
 # What several panels say.
-IDLE_LIMITS: Final = (WAIT_SHARE_MIN, WORKER_SHARE_MIN)  # from where on `otel-dflash summary` names a wait
-LIMITS_TEXT: Final = f"Orange from {100 * WAIT_SHARE_MIN:.0f} %, red from {100 * WORKER_SHARE_MIN:.0f} %."
+IDLE_LIMITS: Final = (0.10, 0.25)  # shares of a worker's time
+LIMITS_TEXT: Final = f"Orange from {100 * IDLE_LIMITS[0]:.0f} %, red from {100 * IDLE_LIMITS[1]:.0f} %."
 STATES_TEXT: Final = (
-    "busy: in a phase that works. starved: waiting for input (queue_get). backpressured: waiting for room downstream (queue_put). "
-    "lock_wait: waiting for a lock. other: in no phase. They sum to the workers' wall time. A gap says that no phase ended meanwhile: a "
-    "wait counts when it is over."
+    "busy: in a phase that works. starved: waiting for input (queue_get). backpressured: waiting for "
+    "room downstream (queue_put). "
+    "lock_wait: waiting for a lock. other: in no phase. uncaptured: phases were not captured "
+    "(otel-dflash detail). They sum to the workers' wall time. A phase that is still open counts, too."
 )
 LAUNCH_TEXT: Final = (
-    "Host time: around asynchronous GPU work it is the time to launch it; the GPU's own shows where the host next waits for it."
+    "Host time: around asynchronous GPU work it is the time to launch it; the GPU's own shows where the "
+    "host next waits for it."
 )
 
 DATASOURCE: Final = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _COLOURS: Final = ("green", "orange", "red")
-_STATE_COLOURS: Final = {"busy": "green", "starved": "red", "backpressured": "orange", "lock_wait": "purple", "other": "gray"}
+_STATE_COLOURS: Final = {
+    "busy": "green",
+    "starved": "red",
+    "backpressured": "orange",
+    "lock_wait": "purple",
+    "other": "gray",
+    "uncaptured": "white",
+}
 _Panel = timeseries.Panel | bargauge.Panel | stat.Panel | table.Panel
 
 
@@ -73,7 +80,8 @@ class Dashboard:
     title: str
     reads: str
     variables: tuple[tuple[str, str, str], ...]
-    """Name, label and query of each, after the data source. The first one has one value, the newest run; the others all of theirs."""
+    """Name, label and query of each, after the data source. The first one has one value, the newest run; the
+    others all of theirs."""
     rows: Mapping[str, tuple[Panel, ...]]
 
     def build(self) -> model.Dashboard:
@@ -109,22 +117,44 @@ class Dashboard:
 
 
 def _variable(name: str, label: str, query: str, all_at_once: bool) -> dashboard.QueryVariable:
-    variable = dashboard.QueryVariable(name).label(label).datasource(DATASOURCE).query({"query": query, "refId": f"variable-{name}"})
+    variable = (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query({"query": query, "refId": f"variable-{name}"})
+    )
     variable = variable.refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
     if not all_at_once:
-        return variable.sort(model.VariableSort.ALPHABETICAL_DESC)  # a run's name begins with its time, unless the user gave another
+        return variable.sort(
+            model.VariableSort.ALPHABETICAL_DESC
+        )  # a run's name begins with its time, unless the user gave another
     chosen = model.VariableOption(selected=True, text=["All"], value=["$__all"])
-    return variable.sort(model.VariableSort.NUMERICAL_ASC).multi(True).include_all(True).all_value(".*").current(chosen)
+    return (
+        variable.sort(model.VariableSort.NUMERICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(chosen)
+    )
 
 
 def _panel(panel: Panel) -> _Panel:
     made = _KINDS[panel.kind](panel)
-    made = made.title(panel.title).description(panel.reads).unit(panel.unit).datasource(DATASOURCE).span(panel.width).height(8)
+    made = (
+        made.title(panel.title)
+        .description(panel.reads)
+        .unit(panel.unit)
+        .datasource(DATASOURCE)
+        .span(panel.width)
+        .height(8)
+    )
     for position, query in enumerate(panel.queries):
         made = made.with_target(_target(panel.kind, query, chr(ord("A") + position)))
     if panel.unit == SHARE:
         made = made.min(0)
-    steps = [model.Threshold(value, colour) for value, colour in zip((None, *panel.limits), _COLOURS, strict=False)]
+    steps = [
+        model.Threshold(value, colour) for value, colour in zip((None, *panel.limits), _COLOURS, strict=False)
+    ]
     made = made.thresholds(dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps))
     if panel.repeat:
         made = made.repeat(panel.repeat).repeat_direction("h").max_per_row(4)
@@ -142,10 +172,22 @@ def _target(kind: str, query: Query, letter: str) -> prometheus.Dataquery:
 def _lines(panel: Panel) -> timeseries.Panel:
     legend = common.VizLegendOptions().show_legend(True).display_mode(common_model.LegendDisplayMode.TABLE)
     legend = legend.placement(common_model.LegendPlacement.RIGHT).calcs(["mean", "max"])
-    tooltip = common.VizTooltipOptions().mode(common_model.TooltipDisplayMode.MULTI).sort(common_model.SortOrder.DESCENDING)
-    made = timeseries.Panel().legend(legend).tooltip(tooltip).fill_opacity(0).show_points(common_model.VisibilityMode.AUTO)
+    tooltip = (
+        common.VizTooltipOptions()
+        .mode(common_model.TooltipDisplayMode.MULTI)
+        .sort(common_model.SortOrder.DESCENDING)
+    )
+    made = (
+        timeseries.Panel()
+        .legend(legend)
+        .tooltip(tooltip)
+        .fill_opacity(0)
+        .show_points(common_model.VisibilityMode.AUTO)
+    )
     if panel.limits:
-        made = made.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_model.GraphThresholdsStyleMode.DASHED))
+        made = made.thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(common_model.GraphThresholdsStyleMode.DASHED)
+        )
     return made
 
 
@@ -153,12 +195,18 @@ def _stack(panel: Panel) -> timeseries.Panel:
     stacking = common.StackingConfig().mode(common_model.StackingMode.NORMAL).group("A")
     made = _lines(panel).stacking(stacking).fill_opacity(60).line_width(0).max(1)
     for state, colour in _STATE_COLOURS.items():
-        made = made.override_by_name(state, [model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})])
+        made = made.override_by_name(
+            state, [model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})]
+        )
     return made
 
 
 def _bars(panel: Panel) -> bargauge.Panel:
-    bars = bargauge.Panel().orientation(common_model.VizOrientation.HORIZONTAL).display_mode(common_model.BarGaugeDisplayMode.BASIC)
+    bars = (
+        bargauge.Panel()
+        .orientation(common_model.VizOrientation.HORIZONTAL)
+        .display_mode(common_model.BarGaugeDisplayMode.BASIC)
+    )
     return bars.reduce_options(_newest())
 
 
@@ -167,11 +215,19 @@ def _stat(panel: Panel) -> stat.Panel:
 
 
 def _table(panel: Panel) -> table.Panel:
-    return table.Panel().with_transformation(model.DataTransformerConfig("organize", options={"excludeByName": {"Time": True}}))
+    return table.Panel().with_transformation(
+        model.DataTransformerConfig("organize", options={"excludeByName": {"Time": True}})
+    )
 
 
 def _newest() -> common.ReduceDataOptions:
     return common.ReduceDataOptions().calcs(["lastNotNull"]).values(False)
 
 
-_KINDS: Final[dict[str, Callable[[Panel], _Panel]]] = {"lines": _lines, "stack": _stack, "bars": _bars, "stat": _stat, "table": _table}
+_KINDS: Final[dict[str, Callable[[Panel], _Panel]]] = {
+    "lines": _lines,
+    "stack": _stack,
+    "bars": _bars,
+    "stat": _stat,
+    "table": _table,
+}

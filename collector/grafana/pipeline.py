@@ -46,14 +46,20 @@ from collector.grafana.promql import (
 PIPELINE: Final = Dashboard(
     "dflash-pipeline",
     "DFlash pipeline",
-    "Where the time of each role and worker goes, how long its phases take, and whether the roles are in balance.",
+    (
+        "Where the time of each role and worker goes, how long its phases take, and whether the roles are "
+        "in balance."
+    ),
     (*VARIABLES, ROLE_VARIABLE),
     {
         "Where the time goes": (
             Panel(
                 "$role: time by state",
                 SHARE,
-                f"The role's workers together. {STATES_TEXT} A role that mostly waits is not the bottleneck: the one it waits for is.",
+                (
+                    f"The role's workers together. {STATES_TEXT} A role that mostly waits is not the "
+                    "bottleneck: the one it waits for is."
+                ),
                 (Query(states(ROLE), "{{dflash_worker_state}}"),),
                 kind="stack",
                 width=24,
@@ -62,7 +68,8 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Waiting, by worker",
                 SHARE,
-                f"Share of a worker's time spent starved, backpressured or waiting for locks, over the time shown. {LIMITS_TEXT} One "
+                "Share of a worker's time spent starved, backpressured or waiting for locks, over the "
+                f"time shown. {LIMITS_TEXT} One "
                 "worker far above the others of its role has a problem of its own.",
                 (Query(waiting(ROLE_ID), WORKER_LEGEND),),
                 kind="bars",
@@ -71,7 +78,10 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Phases, share of the role's time",
                 SHARE,
-                f"What the time goes into. A phase inside another is part of both, so they may sum to more than 100 %. {LAUNCH_TEXT}",
+                (
+                    "What the time goes into. A phase inside another is part of both, so they may sum to "
+                    f"more than 100 %. {LAUNCH_TEXT}"
+                ),
                 (Query(phase_shares(ROLE), PHASE_LEGEND),),
             ),
         ),
@@ -85,26 +95,39 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Phases, p99",
                 SECONDS,
-                f"One in a hundred took longer. Far above p50 it is a stall rather than the work. Exact to 1.1 %. {LAUNCH_TEXT}",
+                (
+                    "One in a hundred took longer. Far above p50 it is a stall rather than the work. Exact "
+                    f"to 1.1 %. {LAUNCH_TEXT}"
+                ),
                 (Query(quantile(0.99, PHASE, ROLE_PHASE), PHASE_LEGEND),),
             ),
             Panel(
                 "Steps, p50 and p99",
                 SECONDS,
-                "One turn of a worker's loop, waits included: it takes as long as the slowest part of the pipeline makes it.",
-                tuple(Query(quantile(share, STEP, ROLE), f"{{{{dflash_worker_role}}}} p{100 * share:g}") for share in (0.5, 0.99)),
+                (
+                    "One turn of a worker's loop, waits included: it takes as long as the slowest part of "
+                    "the pipeline makes it."
+                ),
+                tuple(
+                    Query(quantile(share, STEP, ROLE), f"{{{{dflash_worker_role}}}} p{100 * share:g}")
+                    for share in (0.5, 0.99)
+                ),
             ),
             Panel(
                 "Waits at queues, p99",
                 SECONDS,
-                "A get waits for input, a put for room. With items in the queue a get takes microseconds; one of many milliseconds says "
+                "A get waits for input, a put for room. With items in the queue a get takes "
+                "microseconds; one of many milliseconds says "
                 "that upstream is too slow, a long put that downstream is.",
                 (Query(quantile(0.99, PHASE, ROLE_PHASE, 'dflash_phase=~".*(get|put)"'), PHASE_LEGEND),),
             ),
             Panel(
                 "Phases that failed",
                 PER_SECOND,
-                "Phases left by an exception, by its type; a get that timed out is one. No data is good. In Jaeger: error=true.",
+                (
+                    "Phases left by an exception, by its type; a get that timed out is one. No data is "
+                    "good. In Jaeger: error=true."
+                ),
                 (
                     Query(
                         f"histogram_count({rate(PHASE, f'{ROLE_ID}, dflash_phase, error_type', FAILED)})",
@@ -118,7 +141,10 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Steps a second, by worker",
                 PER_SECOND,
-                "Steps that ended. Workers of one role should lie together; one far below is a straggler, one at zero hangs or has ended.",
+                (
+                    "Steps that ended. Workers of one role should lie together; one far below is a "
+                    "straggler, one at zero hangs or has ended."
+                ),
                 (Query(rate(STEPS, ROLE_ID), WORKER_LEGEND),),
             ),
             Panel(
@@ -130,11 +156,16 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Tokens that count in the loss, by role",
                 SHARE,
-                "Of the tokens of steps that say both, by step.set(tokens=..., loss_tokens=...). A step in it is another mix of data, or a "
-                "mask that went wrong: a quarter away from the two hours before raises DflashLossTokenShareJump.",
+                "Of the tokens of steps that say both, by step.set(tokens=..., loss_tokens=...). A "
+                "step in it is another mix of data, or a "
+                "mask that went wrong: a quarter away from the two hours before raises "
+                "DflashLossTokenShareJump.",
                 (
                     Query(
-                        " / ".join(rate(TRAINING_TOKENS, ROLE, f'dflash_token_type="{kind}"') for kind in ("loss", "input")),
+                        " / ".join(
+                            rate(TRAINING_TOKENS, ROLE, f'dflash_token_type="{kind}"')
+                            for kind in ("loss", "input")
+                        ),
                         "{{dflash_worker_role}}",
                     ),
                 ),
@@ -142,19 +173,22 @@ PIPELINE: Final = Dashboard(
             Panel(
                 "Busy seconds a step, by worker",
                 SECONDS,
-                "What a step costs a worker without its waits, so a slow worker shows also where a queue hides it. One a quarter above the "
+                "What a step costs a worker without its waits, so a slow worker shows also where a "
+                "queue hides it. One a quarter above the "
                 f"others of its role for ten minutes raises DflashStraggler. {LAUNCH_TEXT}",
                 (Query(f"{rate(TIME, ROLE_ID, BUSY)} / {rate(STEPS, ROLE_ID)}", WORKER_LEGEND),),
             ),
             Panel(
                 "Target steps for one drafter step",
                 RATIO,
-                "Steady when the roles are in balance. Rising, the queue between them fills and targets will wait; falling, it empties and "
+                "Steady when the roles are in balance. Rising, the queue between them fills and "
+                "targets will wait; falling, it empties and "
                 "drafters will wait. Roles are as the product calls them, whatever role is chosen above.",
                 (
                     Query(
                         " / ".join(
-                            rate(STEPS, "dflash_run_id", f'dflash_worker_role="{role}"', base=RUN) for role in ("target", "drafter")
+                            rate(STEPS, "dflash_run_id", f'dflash_worker_role="{role}"', base=RUN)
+                            for role in ("target", "drafter")
                         ),
                         "{{dflash_run_id}}",
                     ),

@@ -1,6 +1,8 @@
-"""Labels, queries and variables that panels share. `$run`, `$host`, `$role`, `$gpu` are the dashboards' variables.
+"""Labels, queries and variables that panels share. `$run`, `$host`, `$role`, `$gpu` are the dashboards'
+variables.
 
-Metric names are as Prometheus shows those of otel_dflash/semconv.py: ``dflash.worker.time`` in s is dflash_worker_time_seconds_total.
+Metric names are as Prometheus shows those of otel_dflash/semconv.py: ``dflash.worker.time`` in s is
+dflash_worker_time_seconds_total.
 """
 
 from __future__ import annotations
@@ -37,10 +39,18 @@ SHOWN: Final = "$__range"
 # Name, label, query.
 VARIABLES: Final = (
     ("run", "Run", "label_values(dflash_telemetry_cpu_time_seconds_total, dflash_run_id)"),
-    ("host", "Host", 'label_values(dflash_telemetry_cpu_time_seconds_total{dflash_run_id=~"$run"}, host_name)'),
+    (
+        "host",
+        "Host",
+        'label_values(dflash_telemetry_cpu_time_seconds_total{dflash_run_id=~"$run"}, host_name)',
+    ),
 )
 ROLE_VARIABLE: Final = ("role", "Worker role", f"label_values({STEPS}{{{RUN}}}, dflash_worker_role)")
-GPU_VARIABLE: Final = ("gpu", "GPU", f'label_values({STEPS}{{{RUN}, dflash_gpu_index!=""}}, dflash_gpu_index)')
+GPU_VARIABLE: Final = (
+    "gpu",
+    "GPU",
+    f'label_values({STEPS}{{{RUN}, dflash_gpu_index!=""}}, dflash_gpu_index)',
+)
 
 
 def rate(metric: str, by: str, *matchers: str, base: str = WORKER, interval: str = INTERVAL) -> str:
@@ -66,17 +76,21 @@ def quantile(share: float, metric: str, by: str, *matchers: str, base: str = WOR
 def states(by: str, base: str = WORKER) -> str:
     """Return each state's share of the time of the workers that `by` puts together."""
     return (
-        f"{rate(TIME, f'{by}, dflash_worker_state', base=base)} / ignoring (dflash_worker_state) group_left () {rate(TIME, by, base=base)}"
+        f"{rate(TIME, f'{by}, dflash_worker_state', base=base)} / ignoring (dflash_worker_state) group_left "
+        f"() {rate(TIME, by, base=base)}"
     )
 
 
 def waiting(by: str, base: str = WORKER) -> str:
     """Return the share of waiting in all the time that is shown."""
-    waits = rate(TIME, by, 'dflash_worker_state=~"starved|backpressured|lock_wait"', base=base, interval=SHOWN)
+    waits = rate(
+        TIME, by, 'dflash_worker_state=~"starved|backpressured|lock_wait"', base=base, interval=SHOWN
+    )
     return f"{waits} / {rate(TIME, by, base=base, interval=SHOWN)}"
 
 
 def phase_shares(by: str, base: str = WORKER) -> str:
-    """Return each phase's share of the time of the workers that `by` puts together, nested phases included."""
+    """Return each phase's share of the time of the workers that `by` puts together, nested phases
+    included."""
     spent = f"histogram_sum({rate(PHASE, f'{by}, dflash_phase', base=base)})"
     return f"{spent} / on ({by}) group_left () {rate(TIME, by, base=base)}"

@@ -22,14 +22,18 @@ from collector.grafana.promql import (
 TELEMETRY: Final = Dashboard(
     "dflash-telemetry",
     "DFlash telemetry's own health",
-    "Whether the numbers can be trusted: what was recorded, lost and late, what it costs, and whether the collector gets rid of it.",
+    (
+        "Whether the numbers can be trusted: what was recorded, lost and late, what it costs, and whether "
+        "the collector gets rid of it."
+    ),
     (*VARIABLES, ROLE_VARIABLE),
     {
         "Is all of it here": (
             Panel(
                 "Records lost, by reason",
                 COUNT,
-                "In the time shown. 0 is good. ring_full: the agent was away or too slow. not_recorded: the disk was full, or the "
+                "In the time shown. 0 is good. ring_full: the agent was away or too slow. "
+                "not_recorded: the disk was full, or the "
                 "recording's cap was reached. Each reason's remedy: otel-dflash summary.",
                 (
                     Query(
@@ -43,11 +47,15 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Age of the newest point",
                 SECONDS,
-                "How long ago the agent last said anything here. Rising steadily: the run has ended, or its agent or its way to here has "
+                "How long ago the agent last said anything here. Rising steadily: the run has ended, "
+                "or its agent or its way to here has "
                 "failed; the panel Workers of the pipeline tells which, as does the alert DflashAgentDown.",
                 (
                     Query(
-                        f"time() - max by ({RUN_HOST}) (timestamp(dflash_telemetry_cpu_time_seconds_total{{{RUN}}}))",
+                        (
+                            f"time() - max by ({RUN_HOST}) "
+                            f"(timestamp(dflash_telemetry_cpu_time_seconds_total{{{RUN}}}))"
+                        ),
                         RUN_LEGEND,
                     ),
                 ),
@@ -62,7 +70,8 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Fill of the rings",
                 SHARE,
-                "How full a ring was when the agent came, ten times a second. Near 100 % records are about to be lost: give "
+                "How full a ring was when the agent came, ten times a second. Near 100 % records are "
+                "about to be lost: give "
                 "the agent a core, "
                 "or set OTEL_DFLASH_RING_BYTES.",
                 (Query(newest("dflash_telemetry_ring_utilization_ratio", ROLE_ID), WORKER_LEGEND),),
@@ -71,7 +80,8 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Lag of the sinks",
                 SECONDS,
-                "Age of the newest record that was delivered. A few seconds are normal. Growing: the endpoint is slow, down or refuses; "
+                "Age of the newest record that was delivered. A few seconds are normal. Growing: the "
+                "endpoint is slow, down or refuses; "
                 "nothing is lost while the recording has room.",
                 (
                     Query(
@@ -84,7 +94,8 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Offset of the wall clock",
                 SECONDS,
-                "Wall clock minus the time that was anchored when the run began. It moves when the host's clock is set or "
+                "Wall clock minus the time that was anchored when the run began. It moves when the "
+                "host's clock is set or "
                 "slewed; spans keep "
                 "the anchored time, so spans of two hosts may be apart by the difference.",
                 (Query(newest("dflash_telemetry_clock_offset_seconds", RUN_HOST, RUN), RUN_LEGEND),),
@@ -94,7 +105,8 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Estimated cost in the trainer",
                 SHARE,
-                "Calibrated cost of a record x records / wall time of the worker, since it began. Above 1 % capture less: "
+                "Calibrated cost of a record x records / wall time of the worker, since it began. "
+                "Above 1 % capture less: "
                 "otel-dflash detail steps.",
                 (Query(newest("dflash_telemetry_overhead_ratio", ROLE_ID), WORKER_LEGEND),),
                 limits=(0.005, 0.01),
@@ -102,7 +114,10 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "CPU of the agent",
                 SHARE,
-                "Of one core. The agent is a process of its own: it takes this from the host, not from the trainer's interpreter.",
+                (
+                    "Of one core. The agent is a process of its own: it takes this from the host, not from "
+                    "the trainer's interpreter."
+                ),
                 (Query(rate("dflash_telemetry_cpu_time_seconds_total", RUN_HOST, base=RUN), RUN_LEGEND),),
             ),
             Panel(
@@ -117,22 +132,32 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Fill of the queue",
                 SHARE,
-                "Bytes that wait to be sent, of those that fit. They are on disk and survive a restart. Growing: the backend "
+                "Bytes that wait to be sent, of those that fit. They are on disk and survive a "
+                "restart. Growing: the backend "
                 "is down, slow or "
                 "refuses. Full: the collector refuses, and agents wait.",
-                (Query("otelcol_exporter_queue_size / otelcol_exporter_queue_capacity", "{{exporter}} {{instance}}"),),
+                (
+                    Query(
+                        "otelcol_exporter_queue_size / otelcol_exporter_queue_capacity",
+                        "{{exporter}} {{instance}}",
+                    ),
+                ),
                 limits=(0.1, 0.5),
             ),
             Panel(
                 "Bytes that wait",
                 BYTES,
-                "The same as a number. Not falling while nothing is sent: look at the collector's log for the reason.",
+                (
+                    "The same as a number. Not falling while nothing is sent: look at the collector's log "
+                    "for the reason."
+                ),
                 (Query("otelcol_exporter_queue_size", "{{exporter}} {{instance}}"),),
             ),
             Panel(
                 "Taken and sent",
                 PER_SECOND,
-                "Spans and metric points a second, all collectors together. Sent stays at zero while a backend is down, and "
+                "Spans and metric points a second, all collectors together. Sent stays at zero while a "
+                "backend is down, and "
                 "catches up after it.",
                 tuple(
                     Query(f"sum (rate({name}[{INTERVAL}]))", legend)
@@ -147,10 +172,14 @@ TELEMETRY: Final = Dashboard(
             Panel(
                 "Refused",
                 PER_SECOND,
-                "What a collector did not take: out of memory, or its queue or disk is full. The agent tries again; nothing is "
+                "What a collector did not take: out of memory, or its queue or disk is full. The agent "
+                "tries again; nothing is "
                 "lost. 0 is good.",
                 tuple(
-                    Query(f"sum by (instance) (rate(otelcol_receiver_refused_{items}_total[{INTERVAL}]))", f"{items} {{{{instance}}}}")
+                    Query(
+                        f"sum by (instance) (rate(otelcol_receiver_refused_{items}_total[{INTERVAL}]))",
+                        f"{items} {{{{instance}}}}",
+                    )
                     for items in ("spans", "metric_points")
                 ),
             ),
@@ -164,7 +193,12 @@ TELEMETRY: Final = Dashboard(
                 "CPU of a collector",
                 SHARE,
                 "Of one core. It follows the spans a second; the README has the cost of one.",
-                (Query(f"sum by (instance) (rate(otelcol_process_cpu_seconds_total[{INTERVAL}]))", "{{instance}}"),),
+                (
+                    Query(
+                        f"sum by (instance) (rate(otelcol_process_cpu_seconds_total[{INTERVAL}]))",
+                        "{{instance}}",
+                    ),
+                ),
             ),
         ),
     },

@@ -44,7 +44,10 @@ def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -
 
 @torch.no_grad()
 def write_samples(target: Target, text: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
-    """Let the target write responses to prompts from the text: a drafter must learn what the target says, not what people wrote."""
+    """Let the target write responses to prompts from the text.
+
+    A drafter must learn what the target predicts, not what people wrote.
+    """
     ids = new = windows(text, count, PROMPT, generator)
     cache: Cache = {}
     while ids.shape[1] < LENGTH_MAX:
@@ -65,7 +68,9 @@ def make_batch(samples: list[Tensor], number: int = 0, bucket: int = LENGTH_MAX)
         ids[row, : len(sample)] = sample
         loss_mask[row, PROMPT : len(sample)] = True
     tokens = sum(map(len, samples))
-    return Batch(number, bucket, tokens, loss_tokens=tokens - PROMPT * len(samples), ids=ids, loss_mask=loss_mask)
+    return Batch(
+        number, bucket, tokens, loss_tokens=tokens - PROMPT * len(samples), ids=ids, loss_mask=loss_mask
+    )
 
 
 def batches(samples: list[Tensor], generator: torch.Generator) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Greedy decoding of the target, and speculative decoding with the drafter, which must give the very same tokens."""
+"""Greedy decoding with the target, and speculative decoding with the drafter: both give the same tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Speculation:
-    """What came of decoding some prompts both ways."""
+    """The results of decoding some prompts both ways."""
 
     lossless: bool  # every token equals plain greedy decoding of the target
-    acceptance_length: float  # mean over verifications of accepted draft tokens + 1 (the target's own next token)
+    # mean over verifications of accepted draft tokens + 1 (the target's own next token)
+    acceptance_length: float
     tokens: int
     verifications: int
 
@@ -32,8 +33,9 @@ def greedy(target: Target, prompt: Tensor, count: int) -> list[int]:
 def speculate(target: Target, drafter: Drafter, prompt: Tensor, count: int) -> tuple[list[int], list[int]]:
     """Decode `count` tokens after the prompt; return them and the accepted + 1 of every verification.
 
-    Each turn drafts a block behind the newest token in one drafter forward and verifies it in one target forward: the longest prefix
-    that agrees with the target's argmax is kept, and the target's own token after it is the anchor of the next block.
+    Each turn drafts a block behind the newest token in one drafter forward and verifies it in one target
+    forward: the longest prefix that agrees with the target's argmax is kept, and the target's own token after
+    it is the anchor of the next block.
     """
     block, accepted_lengths = drafter.block, []
     hidden = target.hidden(prompt[None])
@@ -49,7 +51,8 @@ def speculate(target: Target, drafter: Drafter, prompt: Tensor, count: int) -> t
         draft = drafter(target, packed[:, :context], tokens, positions, everything).argmax(-1)[0, 1:]
 
         hidden = target.hidden(torch.cat([ids, draft])[None])
-        wanted = target.logits(hidden[-1][0, context:]).argmax(-1)  # what the target says after the anchor and each draft token
+        # what the target predicts after the anchor and each draft token
+        wanted = target.logits(hidden[-1][0, context:]).argmax(-1)
         accepted = int((draft == wanted[:-1]).cumprod(0).sum())
         ids = torch.cat([ids, draft[:accepted], wanted[accepted : accepted + 1]])
         accepted_lengths.append(accepted + 1)
@@ -60,8 +63,9 @@ def speculate(target: Target, drafter: Drafter, prompt: Tensor, count: int) -> t
 def compare(target: Target, drafter: Drafter, prompts: list[Tensor], count: int) -> Speculation:
     """Decode every prompt both ways.
 
-    The target runs in float64 here. The promise of losslessness is about exact arithmetic: a forward over eight tokens and one over
-    a single token add in different orders, and in float32 a near tie between two tokens may then fall either way.
+    The target runs in float64 here. The promise of losslessness is about exact arithmetic: a forward over
+    eight tokens and one over a single token add in different orders, and in float32 a near tie between two
+    tokens may then fall either way.
     """
     target, drafter = copy.deepcopy(target).double(), copy.deepcopy(drafter).double()
     lossless, lengths = True, []

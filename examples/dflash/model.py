@@ -1,8 +1,9 @@
 """The models: a small causal target, and the DFlash drafter that reads the target's hidden states.
 
-DFlash (Chen, Liang, Liu, arXiv 2602.06036) drafts a block of tokens in one forward. The block starts with a real token, the anchor;
-the rest are MASK tokens that the drafter fills in together. What it knows of the text before the anchor are hidden states of the
-frozen target: they are fused once, and every draft layer projects them to extra keys and values beside those of the block.
+DFlash (Chen, Liang, Liu, arXiv 2602.06036) drafts a block of tokens in one forward. The block starts with a
+real token, the anchor; the rest are MASK tokens that the drafter fills in together. What it knows of the text
+before the anchor are hidden states of the frozen target: they are fused once, and every draft layer projects
+them to extra keys and values beside those of the block.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # the keys and values of each at
 
 
 def target_layer_ids(target_layers: int, draft_layers: int) -> list[int]:
-    """Return the target layers the drafter reads: one per draft layer, evenly spread over 1..target_layers - 3."""
+    """Return the target layers the drafter reads: one per draft layer, evenly spread over 1..target_layers -
+    3."""
     if draft_layers == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
 
 
 def pack_hidden(hidden: list[Tensor], layer_ids: list[int], out: Tensor) -> Tensor:
-    """Copy the chosen layers side by side into `out` and return the part of it that is used, [batch, length, layers x width].
+    """Copy the chosen layers side by side into `out` and return the part of it that is used, [batch, length,
+    layers x width].
 
     `hidden[0]` is the embedding, so layer i is `hidden[i + 1]`. Equal to torch.cat, but nothing is allocated.
     """
@@ -48,7 +51,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with RMS-normed queries and keys; keys and values may come from a longer sequence than queries."""
+    """Multi-head attention with RMS-normed queries and keys; keys and values may come from a longer sequence
+    than queries."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -61,9 +65,16 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(width // heads, eps=1e-6)
 
     def forward(
-        self, x: Tensor, source: Tensor, x_positions: Tensor, source_positions: Tensor, mask: Tensor | None, cache: Cache | None
+        self,
+        x: Tensor,
+        source: Tensor,
+        x_positions: Tensor,
+        source_positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
-        """Attend from x to source, after what the cache holds. mask [batch, x length, source length], True = visible; None = causal."""
+        """Attend from x to source, after what the cache holds. mask [batch, x length, source length], True =
+        visible; None = causal."""
         q = rotate(self.q_norm(self.split(self.q(x))), x_positions)
         k = rotate(self.k_norm(self.split(self.k(source))), source_positions)
         v = self.split(self.v(source))
@@ -72,7 +83,9 @@ class Attention(nn.Module):
                 k, v = torch.cat([cache[self][0], k], dim=2), torch.cat([cache[self][1], v], dim=2)
             cache[self] = (k, v)
         causal = mask is None and q.shape[2] > 1
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=None if mask is None else mask[:, None], is_causal=causal)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=None if mask is None else mask[:, None], is_causal=causal
+        )
         return torch.as_tensor(self.o(out.transpose(1, 2).flatten(2)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -82,7 +95,8 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer: attention and a SwiGLU MLP, each normed before and added to its input.
 
-    With a context it is a draft layer: the context takes part as keys and values only (KV injection), through the same projections.
+    With a context it is a draft layer: the context takes part as keys and values only (KV injection), through
+    the same projections.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -94,7 +108,12 @@ class Layer(nn.Module):
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(
-        self, x: Tensor, positions: Tensor, context: Tensor | None = None, mask: Tensor | None = None, cache: Cache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         h = self.attention_norm(x)
         source, source_positions = h, positions
@@ -134,7 +153,8 @@ class Target(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The block-diffusion drafter. Trained: fusion, norms and draft layers; embedding and head are the target's, frozen."""
+    """The block-diffusion drafter. Trained: fusion, norms and draft layers; embedding and head are the
+    target's, frozen."""
 
     def __init__(self, target: Target, layers: int = 2, block: int = 8) -> None:
         super().__init__()
@@ -145,8 +165,11 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(target.width, target.heads) for _ in range(layers))
         self.norm = nn.RMSNorm(target.width, eps=1e-6)
 
-    def forward(self, target: Target, packed: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Return logits [batch, n, vocabulary] for the n block tokens at `positions`, given the packed hidden states of the context."""
+    def forward(
+        self, target: Target, packed: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Return logits [batch, n, vocabulary] for the n block tokens at `positions`, given the packed hidden
+        states of the context."""
         context = self.context_norm(self.fuse(packed))
         x = target.embedding(tokens)
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""The monitor thread: one line each interval, from numbers the workers leave behind. It never makes a worker wait."""
+"""The monitor thread: one line per interval, from numbers the workers publish. It never blocks one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 
 class Monitor(threading.Thread):
-    """Logs tokens/s, loss, queues and section timings to stderr every `interval` seconds, and once at the end."""
+    """Logs tokens/s, loss, queues and section timings to stderr every `interval` seconds, and at the end."""
 
     def __init__(self, pipeline: Pipeline, interval: float) -> None:
         super().__init__(name="monitor", daemon=True)

@@ -1,8 +1,9 @@
 """The threaded pipeline: prefetch -> targets -> postprocess -> hidden-state queue -> drafters.
 
-One process. The prefetch thread makes batches. Each target worker runs the frozen target and packs the chosen hidden states into one of
-its two buffers; the postprocess thread completes the transfer to the host and puts the item on the hidden-state queue, while the target
-is on its next batch. Each drafter worker takes `accumulate` items a step. The work itself is in work.py (torch) or simulate.py (sleeps).
+One process. The prefetch thread makes batches. Each target worker runs the frozen target and packs the chosen
+hidden states into one of its two buffers; the postprocess thread completes the transfer to the host and puts
+the item on the hidden-state queue, while the target is on its next batch. Each drafter worker takes
+`accumulate` items a step. The work itself is in work.py (torch) or simulate.py (sleeps).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Transfer:
-    """An item whose hidden states are still in a target's buffer, and where the buffer goes when they are out of it."""
+    """An item whose hidden states are still in a target's buffer, and the queue that gets the buffer back."""
 
     item: Item
     buffer: Any
@@ -73,7 +74,7 @@ class Drafting(Protocol):
 
 
 class Work(Protocol):
-    """What the workers do; the pipeline only says when."""
+    """What the workers do; the pipeline decides when."""
 
     newest_loss: Any  # a tensor that only the monitor reads: no worker waits for its value
 
@@ -86,7 +87,8 @@ class Work(Protocol):
 
 
 class BucketQueue(queue.Queue[Item]):
-    """A bounded queue with one lane per length bucket; a get takes from a random lane, so that every drafter sees a mix of lengths.
+    """A bounded queue with one lane per length bucket; a get takes from a random lane, so that every drafter
+    sees a mix of lengths.
 
     Nothing is given before `min_ready` items are here: with fewer there is little to mix.
     """
@@ -169,9 +171,14 @@ class Pipeline:
         self.targets = [sections("target", i, gpu=i) for i in range(targets)]
         self.postprocess = sections("postprocess", 0)
         self.drafters = [sections("drafter", i, gpu=targets + i) for i in range(drafters)]
-        self.threads = [self.thread("prefetch", self.prefetch_loop), self.thread("postprocess", self.postprocess_loop, self.postprocess)]
+        self.threads = [
+            self.thread("prefetch", self.prefetch_loop),
+            self.thread("postprocess", self.postprocess_loop, self.postprocess),
+        ]
         self.threads += [self.thread(f"target {own.index}", self.target_loop, own) for own in self.targets]
-        self.drafter_threads = [self.thread(f"drafter {own.index}", self.drafter_loop, own) for own in self.drafters]
+        self.drafter_threads = [
+            self.thread(f"drafter {own.index}", self.drafter_loop, own) for own in self.drafters
+        ]
 
     @property
     def workers(self) -> list[Sections]:
@@ -191,7 +198,8 @@ class Pipeline:
                 sections.next_step()
                 with sections("queue_get"):
                     batch = take(self.prefetched, self.stop)
-                step.set(tokens=batch.tokens, loss_tokens=batch.loss_tokens, bucket=batch.bucket, batch_id=batch.number)  # telemetry
+                step.set(tokens=batch.tokens, loss_tokens=batch.loss_tokens)  # telemetry
+                step.set(bucket=batch.bucket, batch_id=batch.number)  # telemetry
                 with sections("model_forward"):
                     hidden = self.work.model_forward(batch)
                 with sections("pack_hidden"):
@@ -204,7 +212,8 @@ class Pipeline:
 
     def postprocess_loop(self, sections: Sections) -> None:
         while True:
-            transfer = take(self.transfers, self.stop)
+            with sections("queue_get"):  # outside the step: which step it is for comes with the item
+                transfer = take(self.transfers, self.stop)
             with sections.worker.resume(transfer.context) as step:  # telemetry
                 step.set(bucket=transfer.item.batch.bucket)  # telemetry
                 sections.next_step()
@@ -229,10 +238,14 @@ class Pipeline:
                         drafter.backward(loss)
                 with sections("optimizer"):
                     drafter.optimizer()
-                tokens, loss_tokens = (sum(getattr(item.batch, what) for item in items) for what in ("tokens", "loss_tokens"))
+                tokens, loss_tokens = (
+                    sum(getattr(item.batch, what) for item in items) for what in ("tokens", "loss_tokens")
+                )
                 step.set(step=number, tokens=tokens, loss_tokens=loss_tokens)  # telemetry
                 sections.tokens += tokens
-                self.finished.append(FinishedStep(sections.index, number, [item.batch.number for item in items]))
+                self.finished.append(
+                    FinishedStep(sections.index, number, [item.batch.number for item in items])
+                )
 
     def thread(self, name: str, loop: Callable[..., None], *arguments: Sections) -> threading.Thread:
         def run() -> None:
@@ -251,7 +264,8 @@ class Pipeline:
     def run(self, progress: Callable[[int], object]) -> float:
         """Run until all drafter steps are finished; return the seconds that took.
 
-        Whatever happens, KeyboardInterrupt too, every thread is asked to stop and waited for. Raises what a worker raised.
+        Whatever happens, KeyboardInterrupt too, every thread is asked to stop and waited for. Raises what a
+        worker raised.
         """
         start = time.perf_counter()
         for thread in [*self.threads, *self.drafter_threads]:

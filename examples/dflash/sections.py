@@ -1,4 +1,4 @@
-"""The script's own timing and counting of the sections of a worker's loop, and the delays that --slow plants in them."""
+"""The script's own timing and counting of the sections of a worker's loop, and the delays of --slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import otel_dflash  # telemetry
 
 SECTIONS = {
     "target": ("queue_get", "model_forward", "pack_hidden", "queue_put"),
-    "postprocess": ("d2h", "queue_put"),
+    "postprocess": ("queue_get", "d2h", "queue_put"),
     "drafter": ("queue_get", "forward", "backward", "optimizer"),
 }
 KINDS = ("sleep", "cpu", "lock", "error")
@@ -21,12 +21,12 @@ planted_lock = threading.Lock()
 
 
 class PlantedError(Exception):
-    """What --slow raises with the kind `error`."""
+    """Raised by --slow with the kind `error`."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """One planted delay: where, how long, what it does meanwhile."""
+    """One added delay: where, how long, and what it does meanwhile."""
 
     role: str
     index: int | None  # None = every worker of the role
@@ -57,10 +57,12 @@ class Slow:
 
 
 def parse_slow(text: str) -> Slow:
-    """Read ROLE:INDEX:SECTION=20ms[:KIND]. Raises ValueError that says what is wrong."""
+    """Read ROLE:INDEX:SECTION=20ms[:KIND]. Raises ValueError with the reason."""
     form = re.fullmatch(r"(\w+):(\d+|\*):(\w+)=(\d+(?:\.\d+)?)(ms|s)(?::(\w+))?", text)
     if not form:
-        raise ValueError(f"must look like target:1:pack_hidden=20ms or target:*:pack_hidden=0.5s:cpu, got {text!r}")
+        raise ValueError(
+            f"must look like target:1:pack_hidden=20ms or target:*:pack_hidden=0.5s:cpu, got {text!r}"
+        )
     role, index, section, number, unit, kind = form.groups(default="sleep")
     if role not in SECTIONS:
         raise ValueError(f"the role must be one of {', '.join(SECTIONS)}, got {role!r}")
@@ -68,20 +70,29 @@ def parse_slow(text: str) -> Slow:
         raise ValueError(f"a section of {role} must be one of {', '.join(SECTIONS[role])}, got {section!r}")
     if kind not in KINDS:
         raise ValueError(f"the kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    return Slow(role, None if index == "*" else int(index), section, float(number) * (0.001 if unit == "ms" else 1.0), kind)
+    return Slow(
+        role,
+        None if index == "*" else int(index),
+        section,
+        float(number) * (0.001 if unit == "ms" else 1.0),
+        kind,
+    )
 
 
 class Sections:
-    """One worker's sections: `with sections("forward"):` times and counts it, and is where telemetry hooks in.
+    """One worker's sections: `with sections("forward"):` times and counts it, and is where telemetry hooks
+    in.
 
-    `counts` and `steps` are plain integers that know nothing of telemetry. `timings_ms` is the newest snapshot, the mean of each
-    section over the last `interval` steps; the monitor shows it.
+    `counts` and `steps` are plain integers that know nothing of telemetry. `timings_ms` is the newest
+    snapshot, the mean of each section over the last `interval` steps; the monitor shows it.
     """
 
     def __init__(self, role: str, index: int, gpu: int | None, slow: list[Slow], interval: int) -> None:
         self.role, self.index, self.interval = role, index, interval
         self.worker = otel_dflash.start().worker(role, index, gpu)  # telemetry
-        self.planted = [planted for planted in slow if planted.role == role and planted.index in (None, index)]
+        self.planted = [
+            planted for planted in slow if planted.role == role and planted.index in (None, index)
+        ]
         self.steps = self.tokens = 0
         self.counts = dict.fromkeys(SECTIONS[role], 0)
         self.timings_ms: dict[str, float] = {}
@@ -101,12 +112,14 @@ class Sections:
             self._seconds[section] += time.perf_counter() - start
 
     def close(self) -> None:
-        """Say that the worker is done: what comes now is no waiting of its."""
+        """End the worker: time from now on does not count as its waiting."""
         self.worker.close()  # telemetry
 
     def next_step(self) -> None:
         """Count a step that begins; after every `interval` steps leave a snapshot of the timings."""
         if self.steps and self.steps % self.interval == 0:
-            self.timings_ms = {section: 1000 * total / self.interval for section, total in self._seconds.items()}
+            self.timings_ms = {
+                section: 1000 * total / self.interval for section, total in self._seconds.items()
+            }
             self._seconds = dict.fromkeys(self._seconds, 0.0)
         self.steps += 1

@@ -1,4 +1,7 @@
-"""Sleeps in place of device work, so that the pipeline of eight GPUs runs on two cores. Nothing is trained; torch isn't imported."""
+"""Sleeps in place of device work: the pipeline of eight GPUs runs on two cores.
+
+Nothing is trained, and torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from collections.abc import Iterator
 
 from pipeline import Batch, Item
 
-SECONDS = {"model_forward": 0.040, "pack_hidden": 0.002, "d2h": 0.003, "forward": 0.012, "backward": 0.020, "optimizer": 0.004}
+SECONDS = {
+    "model_forward": 0.040,
+    "pack_hidden": 0.002,
+    "d2h": 0.003,
+    "forward": 0.012,
+    "backward": 0.020,
+    "optimizer": 0.004,
+}
 SEQUENCES = 4
 BUCKETS = (64, 96, 128)
 
@@ -27,7 +37,9 @@ class SimulatedWork:
             bucket = self.random.choice(BUCKETS)
             lengths = [self.random.randint(bucket - 31, bucket) for _ in range(SEQUENCES)]
             prompts = [self.random.choice((16, 28, 40)) for _ in range(SEQUENCES)]
-            yield Batch(number, bucket, sum(lengths), loss_tokens=sum(lengths) - min(sum(prompts), sum(lengths)))
+            yield Batch(
+                number, bucket, sum(lengths), loss_tokens=sum(lengths) - min(sum(prompts), sum(lengths))
+            )
             number += 1
 
     def buffer(self) -> None:

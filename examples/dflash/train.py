@@ -1,4 +1,5 @@
-"""Train a tiny DFlash drafter with a threaded pipeline: `python examples/dflash/train.py`, under a minute on two cores.
+"""Train a tiny DFlash drafter with a threaded pipeline: `python examples/dflash/train.py`, under a minute on
+two cores.
 
 Lines that exist for telemetry end in `# telemetry`; without them the script does the same.
 """
@@ -35,12 +36,12 @@ def bar(total: int, what: str) -> tqdm[Any]:
 
 def run_pipeline(flags: argparse.Namespace, work: Work) -> Pipeline:
     """Run the pipeline to its end and print its throughput."""
-    capacity, min_ready = flags.capacity, None if flags.deterministic else flags.min_ready
-    hs_queue: queue.Queue[Item] = BucketQueue(capacity, min_ready) if min_ready else queue.Queue(capacity)
-    hs_queue = otel_dflash.start().wrap_queue(hs_queue, "hidden_states", capacity=capacity, min_ready=min_ready)  # telemetry
+    capacity, ready = flags.capacity, None if flags.deterministic else flags.min_ready
+    hs: queue.Queue[Item] = BucketQueue(capacity, ready) if ready else queue.Queue(capacity)
+    hs = otel_dflash.start().wrap_queue(hs, "hidden_states", capacity=capacity, min_ready=ready)  # telemetry
     pipeline = Pipeline(
         work,
-        hs_queue,
+        hs,
         targets=flags.targets,
         drafters=flags.drafters,
         steps=flags.steps,
@@ -58,12 +59,15 @@ def run_pipeline(flags: argparse.Namespace, work: Work) -> Pipeline:
         monitor.end()
     tokens = sum(drafter.tokens for drafter in pipeline.drafters)
     workers = f"{flags.targets} target and {flags.drafters} drafter workers"
-    print(f"drafter            {len(pipeline.finished)} steps in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s ({workers})")
+    print(
+        f"drafter            {len(pipeline.finished)} steps in {seconds:.1f} s, {tokens / seconds:.0f} "
+        f"tokens/s ({workers})"
+    )
     return pipeline
 
 
 def write_counts(flags: argparse.Namespace, pipeline: Pipeline, weights_sha256: str | None) -> None:
-    """Write what was executed, as counted by plain integers: it must equal what telemetry saw."""
+    """Write what was executed, counted by plain integers: telemetry must report the same."""
     if flags.counts is None:
         return
     phases: dict[str, dict[str, dict[str, int]]] = {}
@@ -77,7 +81,10 @@ def write_counts(flags: argparse.Namespace, pipeline: Pipeline, weights_sha256: 
 
 
 def simulate(flags: argparse.Namespace) -> int:
-    print("simulated          sleeps in place of device work (ms): " + ", ".join(f"{name} {1000 * s:g}" for name, s in SECONDS.items()))
+    print(
+        "simulated          sleeps in place of device work (ms): "
+        + ", ".join(f"{name} {1000 * s:g}" for name, s in SECONDS.items())
+    )
     pipeline = run_pipeline(flags, SimulatedWork(flags.seed))
     print("simulated          nothing was trained or decoded")
     write_counts(flags, pipeline, weights_sha256=None)
@@ -90,13 +97,17 @@ def train(flags: argparse.Namespace) -> int:
 
     if flags.deterministic:
         torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)  # for each Python thread. A model so small gains little from more, and the workers share the cores.
+    # for each Python thread. A model so small gains little from more, and the workers share the cores.
+    torch.set_num_threads(1)
     work = TorchWork(flags.text, flags.seed, flags.steps, flags.accumulate)
     start = time.perf_counter()
     with bar(flags.teach_steps, "target") as progress:
         work.prepare(flags.teach_steps, lambda step: progress.update(1))
     seconds = time.perf_counter() - start
-    print(f"target             taught {flags.teach_steps} steps on {len(work.text)} bytes, and wrote its samples, in {seconds:.1f} s")
+    print(
+        f"target             taught {flags.teach_steps} steps on {len(work.text)} bytes, and wrote its "
+        f"samples, in {seconds:.1f} s"
+    )
     before = work.held_out_loss()
 
     pipeline = run_pipeline(flags, work)
@@ -105,13 +116,19 @@ def train(flags: argparse.Namespace) -> int:
 
 
 def report(flags: argparse.Namespace, work: TorchWork, before: float) -> int:
-    """Print what the drafter is worth; return the exit code."""
+    """Print how well the drafter works; return the exit code."""
     print(f"held-out loss      {before:.3f} before, {work.held_out_loss():.3f} after")
     speculation = work.decode(flags.decode_tokens)
-    detail = f"accepted draft tokens + 1, mean of {speculation.verifications} verifications, block of {work.shared.block}"
+    detail = (
+        f"accepted draft tokens + 1, mean of {speculation.verifications} verifications, block of "
+        f"{work.shared.block}"
+    )
     print(f"acceptance length  {speculation.acceptance_length:.2f} ({detail})")
     answer = "yes, equal to" if speculation.lossless else "NO, not equal to"
-    print(f"lossless           {answer} greedy decoding of the target ({speculation.tokens} tokens, both in float64)")
+    print(
+        f"lossless           {answer} greedy decoding of the target ({speculation.tokens} tokens, both "
+        "in float64)"
+    )
     if not speculation.lossless:
         return 1
     if flags.default_steps and speculation.acceptance_length <= ACCEPTANCE_LENGTH_MIN:

@@ -1,4 +1,4 @@
-"""The torch work of the pipeline's workers, and what comes before it: teaching the target, and letting it write the samples."""
+"""The torch work of the pipeline's workers, and before it: train the target, and let it write the samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch
 from blocks import block_loss
-from data import BATCH_SEQUENCES, LENGTH_MAX, batches, load_text, make_batch, split_text, windows, write_samples
+from data import (
+    BATCH_SEQUENCES,
+    LENGTH_MAX,
+    batches,
+    load_text,
+    make_batch,
+    split_text,
+    windows,
+    write_samples,
+)
 from decode import Speculation, compare
 from model import Drafter, Target, pack_hidden
 from pipeline import Batch, Item
@@ -24,7 +33,9 @@ DRAFTER_RATE = 5e-3
 DECODE_PROMPTS, DECODE_PROMPT = 8, 32
 
 
-def teach(target: Target, text: Tensor, steps: int, generator: torch.Generator, progress: Callable[[int], object]) -> None:
+def teach(
+    target: Target, text: Tensor, steps: int, generator: torch.Generator, progress: Callable[[int], object]
+) -> None:
     """Teach the target to predict the next byte, then freeze it."""
     optimizer = torch.optim.AdamW(target.parameters(), lr=TEACH_RATE, betas=(0.9, 0.98))
     schedule = learning_rate(optimizer, warm_up=30, steps=steps)
@@ -40,17 +51,21 @@ def teach(target: Target, text: Tensor, steps: int, generator: torch.Generator, 
     target.eval().requires_grad_(False)
 
 
-def learning_rate(optimizer: torch.optim.Optimizer, warm_up: int, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+def learning_rate(
+    optimizer: torch.optim.Optimizer, warm_up: int, steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
     """Rise for `warm_up` steps, then fall along a cosine to 5 %."""
 
     def factor(step: int) -> float:
-        return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2)
+        return min(1.0, (step + 1) / warm_up) * (
+            0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2
+        )
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 class TorchWork:
-    """One frozen target that all target workers use, and one drafter that the drafter workers train together."""
+    """One frozen target for all target workers, and one drafter that the drafter workers train together."""
 
     def __init__(self, text: Path | None, seed: int, steps: int, accumulate: int) -> None:
         torch.manual_seed(seed)  # the weights; everything else is drawn from generators
@@ -68,7 +83,9 @@ class TorchWork:
     def prepare(self, teach_steps: int, progress: Callable[[int], object]) -> None:
         teach(self.target, self.text, teach_steps, self.generator, progress)
         self.samples = write_samples(self.target, self.text, self.samples_count, self.generator)
-        self.held_out = make_batch(write_samples(self.target, self.held_out_text, HELD_OUT_SAMPLES, self.generator))
+        self.held_out = make_batch(
+            write_samples(self.target, self.held_out_text, HELD_OUT_SAMPLES, self.generator)
+        )
 
     def batches(self) -> Iterator[Batch]:
         return batches(self.samples, self.generator)
@@ -84,7 +101,8 @@ class TorchWork:
         return pack_hidden(hidden, self.shared.layer_ids, buffer)
 
     def d2h(self, packed: Tensor) -> Tensor:
-        """Copy out of the target's buffer; from a GPU this would wait for the asynchronous copy to pinned memory."""
+        """Copy out of the target's buffer; from a GPU this would wait for the asynchronous copy to pinned
+        memory."""
         return packed.to("cpu", copy=True)
 
     def drafter(self, index: int) -> Replica:
@@ -95,9 +113,15 @@ class TorchWork:
     def held_out_loss(self) -> float:
         hidden = self.target.hidden(self.held_out.ids)
         length = self.held_out.ids.shape[1]
-        packed = self.pack_hidden(hidden, torch.empty(HELD_OUT_SAMPLES, length, len(self.shared.layer_ids) * self.target.width))
+        packed = self.pack_hidden(
+            hidden, torch.empty(HELD_OUT_SAMPLES, length, len(self.shared.layer_ids) * self.target.width)
+        )
         generator = torch.Generator().manual_seed(self.seed)
-        return float(block_loss(self.shared, self.target, packed, self.held_out.ids, self.held_out.loss_mask, generator))
+        return float(
+            block_loss(
+                self.shared, self.target, packed, self.held_out.ids, self.held_out.loss_mask, generator
+            )
+        )
 
     def decode(self, tokens: int) -> Speculation:
         generator = torch.Generator().manual_seed(self.seed)
@@ -115,8 +139,9 @@ class TorchWork:
 class Replica:
     """A drafter worker's own copy of the shared drafter.
 
-    It computes gradients on the copy, hands them to the one shared optimizer, and takes the new weights: asynchronous data parallelism,
-    in which a gradient may be as many steps old as there are other drafters. With one drafter it is plain training.
+    It computes gradients on the copy, hands them to the one shared optimizer, and takes the new weights:
+    asynchronous data parallelism, in which a gradient may be as many steps old as there are other drafters.
+    With one drafter it is plain training.
     """
 
     def __init__(self, work: TorchWork, index: int) -> None:
@@ -125,7 +150,9 @@ class Replica:
         self.generator = torch.Generator().manual_seed(1000 * work.seed + index + 1)  # of anchors
 
     def forward(self, item: Item) -> Tensor:
-        loss = block_loss(self.model, self.work.target, item.hidden, item.batch.ids, item.batch.loss_mask, self.generator)
+        loss = block_loss(
+            self.model, self.work.target, item.hidden, item.batch.ids, item.batch.loss_mask, self.generator
+        )
         self.work.newest_loss = loss.detach()
         return loss
 

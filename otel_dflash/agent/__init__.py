@@ -1,1 +1,1 @@
-"""Runs in the agent process: rings to recording, recording to spans and metrics."""
+"""The agent process: rings to recording, recording to spans and metrics."""

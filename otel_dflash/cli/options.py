@@ -14,7 +14,7 @@ EXIT_FAILED = 1
 
 
 class CommandsInOrder(click.Group):
-    """Lists commands in the order of the source, the first to use first."""
+    """Lists commands in the order of the source: the first to use comes first."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names as they were added."""
@@ -26,10 +26,12 @@ directory_option = click.option(
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Where recordings lie.  [default: $OTEL_DFLASH_DIR, else ./dflash-runs]",
+    help="Directory of the recordings.  [default: $OTEL_DFLASH_DIR, else ./dflash-runs]",
 )
 endpoint_option = click.option(
-    "--endpoint", metavar="URL", help="OTLP endpoint, such as http://localhost:4317.  [default: $OTEL_EXPORTER_OTLP_ENDPOINT]"
+    "--endpoint",
+    metavar="URL",
+    help="OTLP endpoint, such as http://localhost:4317.  [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
 )
 protocol_option = click.option(
     "--protocol",
@@ -38,8 +40,8 @@ protocol_option = click.option(
 )
 
 
-def _say_keep(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Let the agent read the flag where it reads the setting."""
+def _set_keep(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Set the variable from which the agent reads this."""
     if value is not None:
         os.environ[KEEP_VARIABLE] = value
 
@@ -48,7 +50,8 @@ keep_option = click.option(
     "--keep",
     metavar="WHAT",
     expose_value=False,
-    callback=_say_keep,
-    help="Traces to send whatever OTEL_TRACES_SAMPLER says, with those of the items consumed: slow (over the p99 of its role), "
+    callback=_set_keep,
+    help="Traces to send whatever OTEL_TRACES_SAMPLER decides, with those of the items consumed: slow (over "
+    "the p99 of its role), "
     "error, or slow,error.  [default: $OTEL_DFLASH_KEEP, else none]",
 )

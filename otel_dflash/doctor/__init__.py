@@ -1,1 +1,1 @@
-"""The doctor: does telemetry leave this machine and arrive, and if not, what is wrong and what mends it."""
+"""The doctor: does telemetry leave this machine and arrive, and if not, what is wrong and how to fix it."""

@@ -1,4 +1,5 @@
-"""What collectors say of their own exporters: a canary that one took and cannot pass on lies in a queue."""
+"""What collectors report about their own exporters: a canary that was accepted and cannot be passed on waits
+in a queue."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from otel_dflash.doctor.backends import Prometheus, fetch
-from otel_dflash.doctor.lines import HopError
+from otel_dflash.doctor.finding import HopError
 from otel_dflash.doctor.sockets import within
 
 OWN_METRICS_PORT: Final = 8888  # where a collector shows its own metrics, unless it pushes them
@@ -23,7 +24,8 @@ _DATA_TYPES: Final = {"spans": "traces", "metric_points": "metrics"}
 
 
 class Exporter(NamedTuple):
-    """One exporter's part for one kind of data ('traces', 'metrics') in one collector, named as it can be found."""
+    """One exporter of one collector, for one kind of data ('traces' or 'metrics'), named so that a person can
+    find it."""
 
     collector: str
     name: str
@@ -35,24 +37,34 @@ class Exporter(NamedTuple):
 
 @dataclass
 class Backlog:
-    """Items in an exporter's queue; items sent, and items dropped, since its start; when the collector said so, in s since 1970."""
+    """Items in an exporter's queue; items sent and items dropped since its start; when the collector reported
+    them, in s since 1970."""
 
     queued: float = 0.0
     sent: float = 0.0
     failed: float = 0.0
-    said_s: float = 0.0
+    reported_s: float = 0.0
 
 
 def read(prometheus: Prometheus | None, host: str, timeout_s: float) -> dict[Exporter, Backlog]:
-    """Return what can be learnt: from Prometheus of all collectors that push to it, else from the own port of the one at `host`."""
+    """Return the backlog of each exporter: of all collectors that push to Prometheus, else of the collector
+    at `host`, from its own port."""
     found: dict[Exporter, Backlog] = {}
     try:
-        for series in prometheus.query(f'{{__name__=~"{_NAMES}"}}[{_WINDOW}]', timeout_s) if prometheus else ():
+        for series in (
+            prometheus.query(f'{{__name__=~"{_NAMES}"}}[{_WINDOW}]', timeout_s) if prometheus else ()
+        ):
             labels = series["metric"]
-            said_s, value = series["values"][-1]
+            reported_s, value = series["values"][-1]
             # Summed over all collectors, one that is busy would hide one that is stuck.
-            _add(found, f"{labels.get('job', 'otelcol')} {labels.get('instance', '')}".rstrip(), labels, float(value), said_s)
-    except HopError:  # said where Prometheus is asked for the canary
+            _add(
+                found,
+                f"{labels.get('job', 'otelcol')} {labels.get('instance', '')}".rstrip(),
+                labels,
+                float(value),
+                reported_s,
+            )
+    except HopError:  # reported where Prometheus is asked for the canary
         pass
     if not found and host:
         now_s = time.time()
@@ -62,12 +74,16 @@ def read(prometheus: Prometheus | None, host: str, timeout_s: float) -> dict[Exp
     return found
 
 
-def explain(what: str, where: str, waited_s: float, before: dict[Exporter, Backlog], after: dict[Exporter, Backlog]) -> str:
-    """Return why the canary's `what` ('span', 'metric'), which was accepted, was not seen, as far as one can know; with the remedy."""
+def explain(
+    what: str, where: str, waited_s: float, before: dict[Exporter, Backlog], after: dict[Exporter, Backlog]
+) -> str:
+    """Return why the canary's `what` ('span' or 'metric') was accepted and not seen, as far as one can know,
+    with the remedy."""
     stuck, dropping = [], []
     for exporter, now in after.items():
         then = before.get(exporter, Backlog())
-        if exporter.data_type != _SIGNALS[what] or now.said_s == then.said_s:  # it said nothing since, or has ended
+        # it has reported nothing since, or has ended
+        if exporter.data_type != _SIGNALS[what] or now.reported_s == then.reported_s:
             continue
         if now.queued > 0 and now.sent == then.sent:
             stuck.append(exporter)
@@ -75,27 +91,32 @@ def explain(what: str, where: str, waited_s: float, before: dict[Exporter, Backl
             dropping.append(exporter)
     if stuck:
         return (
-            f"the collector took the {what}, and {what}s wait in the queue of {_listed(stuck)}, which sends none; "
-            "start what that sends to, or mend its endpoint (that collector's log says why)"
+            f"the collector accepted the {what}, but {what}s wait in the queue of {_listed(stuck)}, which "
+            "sends none; start its destination, or fix its endpoint (that collector's log has the reason)"
         )
     if dropping:
         return (
-            f"the collector took the {what}, and {what}s are dropped by {_listed(dropping)}: what that sends to refuses them; "
-            "mend that exporter's endpoint or credentials (that collector's log says why)"
+            f"the collector accepted the {what}, but {what}s are dropped by {_listed(dropping)}: its "
+            "destination refuses them; fix that exporter's endpoint or credentials (that collector's log has "
+            "the reason)"
         )
     sampler = ", whether it samples," if what == "span" else ""
     return (
-        f"the collector took the {what}, and {where} has not shown it within {waited_s:.0f} s; look at the collector's exporter and log"
-        f"{sampler} and whether it sends to this {where}"
+        f"the collector accepted the {what}, but {where} has not shown it within {waited_s:.0f} s; check the "
+        f"collector's exporter and log{sampler} and whether it sends to this {where}"
     )
 
 
-def _add(found: dict[Exporter, Backlog], collector: str, labels: dict[str, str], value: float, said_s: float) -> None:
-    """Add one series; those that differ in other labels, such as an error's kind, are one."""
+def _add(
+    found: dict[Exporter, Backlog], collector: str, labels: dict[str, str], value: float, reported_s: float
+) -> None:
+    """Add one series; series that differ in other labels, such as the kind of an error, are added up."""
     name = labels["__name__"]
-    data_type = next((kind for items, kind in _DATA_TYPES.items() if items in name), labels.get("data_type", ""))
+    data_type = next(
+        (kind for items, kind in _DATA_TYPES.items() if items in name), labels.get("data_type", "")
+    )
     backlog = found.setdefault(Exporter(collector, labels.get("exporter", ""), data_type), Backlog())
-    backlog.said_s = max(backlog.said_s, said_s)
+    backlog.reported_s = max(backlog.reported_s, reported_s)
     if name.endswith("queue_size"):
         backlog.queued += value
     elif "failed" in name:

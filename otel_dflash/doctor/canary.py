@@ -1,4 +1,4 @@
-"""The canary: one span and one metric, sent by the very exporters that an agent would use here."""
+"""The canary: one span and one metric, sent by the exporters that an agent would use here."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from otel_dflash import semconv
-from otel_dflash.agent.credentials import Signal
-from otel_dflash.agent.exporters import metric_exporters, span_exporters
-from otel_dflash.agent.noise import NoiseFilter, describe, remedy_in
-from otel_dflash.doctor.lines import Line, ok, wrong
+from otel_dflash.doctor.finding import Finding, ok, wrong
+from otel_dflash.otlp.exporters import metric_exporters, span_exporters
+from otel_dflash.otlp.failures import describe, remedy_in
+from otel_dflash.otlp.sdk_log import SdkLog
+from otel_dflash.otlp.settings import Signal
 from otel_dflash.version import __version__
 
 _TIMEOUTS: Final = tuple(f"OTEL_EXPORTER_OTLP_{signal}TIMEOUT" for signal in ("", "TRACES_", "METRICS_"))
 _SIGNALS: Final = {"span": "traces", "metric": "metrics"}
-# What an exporter says of a refusal that needs knowledge of the path -> what it means and what mends it; for the rest see agent/noise.py.
+# How an exporter words a refusal -> what that means on this path, and the remedy; otlp/failures.py explains
+# the others.
 _MEANINGS: Final = (
-    ("405|415|501", "that path is not of an OTLP receiver; give the collector's base URL"),
+    ("405|415|501", "that is not the path of an OTLP receiver; give the collector's base URL"),
     (
         "UNAVAILABLE|RESOURCE_EXHAUSTED|Service Unavailable|Too Many Requests|Bad Gateway|Gateway Timeout",
-        "the collector is up and takes nothing now: queue, memory or storage is full; see its log",
+        "the collector is up but accepts nothing now: its queue, memory or storage is full; see its log",
     ),
     ("DEADLINE_EXCEEDED|no success", "the collector does not answer; see its log"),
 )
@@ -49,7 +51,7 @@ _MEANINGS: Final = (
 
 @dataclass(frozen=True)
 class Canary:
-    """What tells this canary from all others."""
+    """What distinguishes this canary from all others."""
 
     trace_id: int
     span_id: int
@@ -57,13 +59,15 @@ class Canary:
 
     @property
     def value(self) -> float:
-        """Return the metric's value: its own time, so that one series is enough for all canaries of a host."""
+        """Return the metric's value: its own time, so that all canaries of a host share one series."""
         return self.time_ns / 1e9
 
 
 def new() -> Canary:
-    """Return a canary of this moment."""
-    return Canary(int.from_bytes(os.urandom(16), "big") | 1, int.from_bytes(os.urandom(8), "big") | 1, time.time_ns())
+    """Return a new canary."""
+    return Canary(
+        int.from_bytes(os.urandom(16), "big") | 1, int.from_bytes(os.urandom(8), "big") | 1, time.time_ns()
+    )
 
 
 class Sending:
@@ -74,23 +78,29 @@ class Sending:
         self._canary = canary
         self._environ = environ
         self.accepted: dict[str, bool] = {}
-        """'span' and 'metric' -> every exporter's far end took it; without what is not configured."""
+        """'span' and 'metric' -> whether every exporter's receiver accepted it; only what is configured."""
         self.is_stuck = False
-        """An exporter still hangs in a call that nothing can end."""
+        """Whether an exporter hangs in a call that nothing can end."""
 
-    def send(self, signals: Collection[Signal], timeout_s: float) -> Iterator[Line]:
-        """Yield a line for each exporter of these signals.
+    def send(self, signals: Collection[Signal], timeout_s: float) -> Iterator[Finding]:
+        """Yield a finding for each exporter of these signals.
 
         Raises:
             ConfigError: An exporter cannot be made.
         """
         _limit_timeouts(self._environ, timeout_s)
-        with NoiseFilter(io.StringIO()) as noise:
+        with SdkLog(io.StringIO()) as log:
             tasks: list[_Task] = []
             if "traces" in signals:
-                tasks += [_Task("span", name, exporter, [_span(self._canary)]) for name, exporter in span_exporters().items()]
+                tasks += [
+                    _Task("span", name, exporter, [_span(self._canary)])
+                    for name, exporter in span_exporters().items()
+                ]
             if "metrics" in signals:
-                tasks += [_Task("metric", name, exporter, _metric(self._canary)) for name, exporter in metric_exporters().items()]
+                tasks += [
+                    _Task("metric", name, exporter, _metric(self._canary))
+                    for name, exporter in metric_exporters().items()
+                ]
             deadline = time.monotonic() + timeout_s + 1.0
             for task in tasks:
                 task.start()
@@ -101,12 +111,18 @@ class Sending:
                 if task.accepted:
                     yield ok(f"{task.what} accepted", task.shown, task.took_s)
                 else:
-                    reason = task.failure or noise.reasons.get(task.name) or f"no success within {timeout_s:.2g} s"
-                    yield wrong(f"{task.what} accepted", _explained(reason, _SIGNALS[task.what]), task.took_s or timeout_s)
+                    reason = (
+                        task.failure or log.reasons.get(task.name) or f"no success within {timeout_s:.2g} s"
+                    )
+                    yield wrong(
+                        f"{task.what} accepted",
+                        _explained(reason, _SIGNALS[task.what]),
+                        task.took_s or timeout_s,
+                    )
 
 
 class _Task(threading.Thread):
-    """One export. The SDK's log names the thread, so its reason is found by the name."""
+    """One export. The SDK's log names the thread, which is how the reason of a failure is found."""
 
     def __init__(self, what: str, exporter_name: str, exporter: Any, data: Any) -> None:
         super().__init__(name=f"canary {what} {exporter_name}", daemon=True)
@@ -131,15 +147,18 @@ class _Task(threading.Thread):
 
 
 def _explained(reason: str, signal: str) -> str:
-    """Return the reason with a remedy: agent/noise.py has put one in brackets for what it knows."""
+    """Return the reason with a remedy, unless otlp/failures.py has already added one in brackets."""
     if reason.startswith("404"):
-        return f"{reason}; if {signal} alone are refused, what is there takes none: set OTEL_{signal.upper()}_EXPORTER=none"
+        return (
+            f"{reason}; if only {signal} are refused, that receiver accepts none: set "
+            f"OTEL_{signal.upper()}_EXPORTER=none"
+        )
     meaning = next((meaning for pattern, meaning in _MEANINGS if re.match(rf"({pattern})\b", reason)), "")
     return f"{meaning} ({reason})" if meaning and not remedy_in(reason) else reason
 
 
 def _limit_timeouts(environ: MutableMapping[str, str], timeout_s: float) -> None:
-    """Let no export take longer; what cannot be read stays, for its exporter to say so."""
+    """Limit every export to `timeout_s`; a value that is not a number stays for its exporter to report."""
     for name in _TIMEOUTS:
         try:
             given_s = float(environ.get(name) or (math.inf if name == _TIMEOUTS[0] else 0))

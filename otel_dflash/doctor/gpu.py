@@ -1,55 +1,42 @@
-"""NVML, asked in a process of its own: it blocks for ever where a driver hangs."""
+"""GPUs and their driver, asked in a child process: NVML blocks for ever where a driver hangs."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from contextlib import suppress
 from typing import Final
 
-from otel_dflash.doctor.lines import Line, ok, unknown, warning
+from otel_dflash.agent.children import CHILDREN
+from otel_dflash.agent.children.child import Child, NoAnswerError
+from otel_dflash.doctor.finding import Finding, ok, unknown, warning
 
 NVML_S: Final = 10.0
-REAP_S: Final = 0.5
-_PROGRAM: Final = """
-try:
-    import pynvml
-except ModuleNotFoundError:
-    print("absent")
-else:
-    try:
-        pynvml.nvmlInit()
-        print("found", pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError as error:
-        print("failed", error)
-"""
 
 
 class Nvml:
-    """Asks on its own while other checks go on."""
+    """Asks on its own while other checks run."""
 
     def __init__(self) -> None:
-        """Start asking."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        """Start to ask.
 
-    def line(self, timeout_s: float) -> Line:
-        """Return what was found, within `timeout_s`. A process that hangs in the driver is left behind: nothing can end it."""
+        Raises:
+            OSError: No process can be started.
+        """
+        self._child = Child(CHILDREN["nvml"])
+        self._child.request("inventory")
+
+    def check(self, timeout_s: float) -> Finding:
+        """Return what was found within `timeout_s`. A process that hangs in the driver is left alone."""
         try:
-            said = self._process.communicate(timeout=timeout_s)[0].strip()
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=REAP_S)
+            found = self._child.answer(timeout_s)
+        except NoAnswerError as error:
+            remedy = "the driver hangs, see dmesg; killing that process can freeze a GPU"
             return warning(
-                "NVML",
-                f"does not answer within {timeout_s:.2g} s: the driver hangs, and no GPU can be read; see dmesg",
+                "NVML", f"no GPU can be read: {error}{f' ({remedy})' if error.is_abandoned else ''}"
             )
-        word, _, rest = said.partition(" ")
-        if word == "found":
-            count, _, driver = rest.partition(" ")
-            return ok("NVML", f"{count} GPU{'' if count == '1' else 's'}, driver {driver}")
-        if word == "absent":
-            return unknown("NVML", "nvidia-ml-py is not installed: no GPU can be read; pip install nvidia-ml-py")
-        return unknown("NVML", f"no NVIDIA driver here: no GPU can be read ({rest or 'it crashed'})")
+        self._child.close()
+        if "missing" in found:
+            return unknown(
+                "NVML", f"not asked: {found['missing']} is not installed, and nothing needs it yet"
+            )
+        if "failure" in found:
+            return unknown("NVML", f"no NVIDIA driver here: no GPU can be read ({found['failure']})")
+        return ok("NVML", f"{found['gpus']} GPU{'' if found['gpus'] == 1 else 's'}, driver {found['driver']}")

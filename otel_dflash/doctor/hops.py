@@ -1,4 +1,5 @@
-"""The hops of one route, probed by raw sockets: fast, and precise where an exporter only says that it failed."""
+"""The hops of one route, probed by raw sockets: fast, and precise where an exporter reports only a
+failure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Final
 
 from otel_dflash.doctor import sockets
 from otel_dflash.doctor.clock import Clock
-from otel_dflash.doctor.lines import HopError, Line, Status, unknown, wrong
+from otel_dflash.doctor.finding import Finding, HopError, Status, unknown, wrong
 from otel_dflash.doctor.route import Route
 from otel_dflash.doctor.sockets import PROBE_S, Address, Answer, Speaks
 
@@ -19,10 +20,10 @@ _CLIENT_FILES: Final = "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE and OTEL_EXPORTER_
 
 
 class Hops:
-    """Probes a route; what is found of the server's clock is kept in `clock`."""
+    """Probes a route, and adds what it learns about the server's clock to `clock`."""
 
     def __init__(self, route: Route, clock: Clock, deadline: float) -> None:
-        """`deadline` is a time of time.monotonic()."""
+        """Prepare; `deadline` is in the time of time.monotonic()."""
         self._route = route
         self._clock = clock
         self._deadline = deadline
@@ -30,18 +31,22 @@ class Hops:
         self._address: Address | None = None
         self._is_secured = False
         self.is_broken = False
-        """A hop does not work: nothing that is sent can arrive."""
+        """Whether a hop does not work, so that nothing sent can arrive."""
 
-    def probe(self) -> Iterator[Line]:
-        """Yield a line per hop, up to the first that does not work."""
+    def probe(self) -> Iterator[Finding]:
+        """Yield a finding for each hop, up to the first that does not work."""
         route = self._route
         if not route.host:
-            yield unknown("socket", f"not probed: {route.url} is a target of gRPC's own kind")
+            yield unknown("socket", f"not probed: only gRPC understands the target {route.url}")
             return
         if route.proxy:
             yield from self._step("proxy", self._reach_proxy)
             return
-        steps = [("name resolved", self._resolve), ("TCP connect", self._connect), ("protocol spoken", self._speak)]
+        steps = [
+            ("name resolved", self._resolve),
+            ("TCP connect", self._connect),
+            ("protocol spoken", self._speak),
+        ]
         if route.tls:
             steps.insert(2, ("TLS handshake", self._secure))
         for check, step in steps:
@@ -49,7 +54,7 @@ class Hops:
             if self.is_broken:
                 return
 
-    def _step(self, check: str, step: Callable[[], str]) -> Iterator[Line]:
+    def _step(self, check: str, step: Callable[[], str]) -> Iterator[Finding]:
         start = time.monotonic()
         try:
             text = step()
@@ -57,19 +62,21 @@ class Hops:
             self.is_broken = True
             yield wrong(check, str(error), time.monotonic() - start)
             return
-        yield Line(Status.WARNING if check == "proxy" else Status.OK, check, text, time.monotonic() - start)
+        yield Finding(
+            Status.WARNING if check == "proxy" else Status.OK, check, text, time.monotonic() - start
+        )
 
     def _reach_proxy(self) -> str:
         proxy = self._route.proxy
         assert proxy
-        way = f"{proxy.variable} sends OTLP for {self._route.host} through {proxy.host}:{proxy.port}"
+        path = f"{proxy.variable} sends OTLP for {self._route.host} through {proxy.host}:{proxy.port}"
         remedy = f"{proxy.bypass}={self._route.host} keeps it off the proxy"
         try:
             addresses = sockets.resolve(proxy.host, proxy.port, self._left_s())
             sockets.connect(addresses, self._left_s())[0].close()
         except (HopError, OSError):
-            raise HopError(f"{way}, where no proxy answers; {remedy}") from None
-        return f"{way}; {remedy}, if it need not go there"
+            raise HopError(f"{path}, where no proxy answers; {remedy}") from None
+        return f"{path}; {remedy}, unless it must go there"
 
     def _resolve(self) -> str:
         self._addresses = sockets.resolve(self._route.host, self._route.port, self._left_s())
@@ -81,14 +88,21 @@ class Hops:
         try:
             connection, self._address = sockets.connect(self._addresses, self._left_s())
         except ConnectionRefusedError:
-            start = "; start the collector (here: otel-dflash stack up)" if route.is_local else "; start the collector there"
-            raise HopError(f"nothing listens at {place}{start}, or mend the endpoint") from None
+            start = (
+                "; start the collector (here: otel-dflash stack up)"
+                if route.is_local
+                else "; start the collector there"
+            )
+            raise HopError(f"nothing listens at {place}{start}, or fix the endpoint") from None
         except TimeoutError:
             raise HopError(
-                f"no answer from {place}: a firewall drops what is sent there, or the host is down; ask whoever runs it"
+                f"no answer from {place}: a firewall drops the packets, or the host is down; ask whoever "
+                f"runs it"
             ) from None
         except OSError as error:
-            raise HopError(f"{place} cannot be reached ({error.strerror}); look at routes and firewalls") from None
+            raise HopError(
+                f"{place} cannot be reached ({error.strerror}); look at routes and firewalls"
+            ) from None
         connection.close()
         return f"{self._address[1][0]}:{route.port}"
 
@@ -97,7 +111,10 @@ class Hops:
         assert self._address
         try:
             connection, _ = sockets.connect([self._address], self._left_s())
-            with connection, sockets.handshake(connection, route.host, route.protocol, route.credentials) as secured:
+            with (
+                connection,
+                sockets.handshake(connection, route.host, route.protocol, route.credentials) as secured,
+            ):
                 self._is_secured = True
                 return secured.version() or ""
         except ssl.SSLError as error:
@@ -113,7 +130,11 @@ class Hops:
         try:
             connection, _ = sockets.connect([self._address], self._left_s())
             with connection:
-                secured = sockets.handshake(connection, route.host, route.protocol, route.credentials) if route.tls else connection
+                secured = (
+                    sockets.handshake(connection, route.host, route.protocol, route.credentials)
+                    if route.tls
+                    else connection
+                )
                 with secured:
                     before = time.time()
                     answer = sockets.ask(secured, route.host, "/", route.protocol)
@@ -135,36 +156,53 @@ class Hops:
         return max(0.1, min(PROBE_S, self._deadline - time.monotonic()))
 
     def _silent(self) -> str:
-        return f"{self._route.host}:{self._route.port} takes connections and never answers: it hangs, or is not a collector; restart it"
+        return (
+            f"{self._route.host}:{self._route.port} takes connections and never answers: it hangs, or is "
+            "not a collector; restart it"
+        )
 
     def _distrust(self, error: ssl.SSLError) -> HopError:
-        """Return what one side has against the other's certificate, or that there is no TLS."""
+        """Return why one side does not trust the other, or that there is no TLS."""
         credentials = self._route.credentials
         if isinstance(error, ssl.SSLCertVerificationError):
             if "ostname mismatch" in error.verify_message or "IP address mismatch" in error.verify_message:
-                return HopError(f"the collector's certificate is not for {self._route.host!r}; use the name that it is made for")
+                return HopError(
+                    f"the collector's certificate is not for {self._route.host!r}; use the name that it "
+                    f"is for"
+                )
             if "expired" in error.verify_message or "not yet valid" in error.verify_message:
-                return HopError(f"{error.verify_message} (the collector's, by this machine's clock); renew it, or set the clock")
+                return HopError(
+                    f"{error.verify_message} (the collector's, by this machine's clock); renew it, or "
+                    "set the clock"
+                )
             ca = f"{credentials.ca!r}" if credentials.ca else "the public ones"
             return HopError(
-                f"the collector's certificate is of another CA than {ca} ({error.verify_message}); "
-                "name the file of its CA by OTEL_EXPORTER_OTLP_CERTIFICATE"
+                f"the collector's certificate is from another CA than {ca} ({error.verify_message}); "
+                "set OTEL_EXPORTER_OTLP_CERTIFICATE to the file of its CA"
             )
         if not sockets.is_about_certificates(error):
             return self._mismatch(Answer(Speaks.NOTHING))
         return self._distrusted(error.reason or "")
 
     def _distrusted(self, reason: str) -> HopError:
-        """Return what the collector has against this client."""
+        """Return why the collector does not trust this client."""
         credentials = self._route.credentials
         if not credentials.certificate:
-            beside = " (gRPC takes them only beside OTEL_EXPORTER_OTLP_CERTIFICATE)" if self._route.protocol == "gRPC" else ""
+            beside = (
+                " (gRPC reads them only together with OTEL_EXPORTER_OTLP_CERTIFICATE)"
+                if self._route.protocol == "gRPC"
+                else ""
+            )
             return HopError(f"the collector wants a client certificate; set {_CLIENT_FILES}{beside}")
-        said = f" ({reason})" if reason else ""
-        return HopError(f"the collector does not take the client certificate {credentials.certificate!r}{said}; ask for one of its CA")
+        detail = f" ({reason})" if reason else ""
+        return HopError(
+            f"the collector does not accept the client certificate {credentials.certificate!r}{detail}; "
+            f"get one "
+            "from its CA"
+        )
 
     def _mismatch(self, answer: Answer) -> HopError:
-        """Return what is at that port instead of what was expected."""
+        """Return what answers at that port instead of what was expected."""
         route = self._route
         assert self._address
         place = f"{route.host}:{route.port}"
@@ -172,19 +210,23 @@ class Hops:
         if self._is_secured and found == (True, Speaks.NOTHING):  # gRPC's core closes without an alert
             return self._distrusted("")
         if found is None:
-            said = f": it said {answer.start[:24]!r}" if answer.start else ""
-            return HopError(f"{place} speaks neither gRPC nor HTTP{said}; give the port of the collector's OTLP receiver")
+            greeting = f": it sent {answer.start[:24]!r}" if answer.start else ""
+            return HopError(
+                f"{place} speaks neither gRPC nor HTTP{greeting}; give the port of the collector's OTLP "
+                f"receiver"
+            )
         tls, speaks = found
-        is_said = [f"{'speaks' if tls else 'does not speak'} TLS"] if tls != route.tls else []
+        faults = [f"{'speaks' if tls else 'does not speak'} TLS"] if tls != route.tls else []
         remedies = [f"begin the URL with {'https' if tls else 'http'}://"] if tls != route.tls else []
         if speaks not in (Speaks.NOTHING, Speaks(route.protocol)):
-            is_said.append(f"speaks {speaks.value}, not {route.protocol}")
+            faults.append(f"speaks {speaks.value}, not {route.protocol}")
             remedies.append(
-                f"use --protocol {_FLAGS[speaks.value]}, or the port for {route.protocol} (usually {_USUAL_PORTS[route.protocol]})"
+                f"use --protocol {_FLAGS[speaks.value]}, or the port for {route.protocol} (usually "
+                f"{_USUAL_PORTS[route.protocol]})"
             )
-        if not is_said:
-            return HopError(f"{place} closes connections; try again, and look at the collector's log")
-        return HopError(f"{place} {' and '.join(is_said)}; {' and '.join(remedies)}")
+        if not faults:
+            return HopError(f"{place} closes connections; try again, and see the collector's log")
+        return HopError(f"{place} {' and '.join(faults)}; {' and '.join(remedies)}")
 
 
 def _date(head: bytes) -> str | None:

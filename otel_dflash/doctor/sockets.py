@@ -1,7 +1,9 @@
-"""Raw sockets: is there something, does it speak TLS, and is what it speaks gRPC or HTTP. Each call ends by its deadline.
+"""Raw sockets: does something listen, does it speak TLS, and does it speak gRPC or HTTP. Each call ends by
+its deadline.
 
-gRPC is known by its first frame: HTTP/2's settings, which both sides send at once. HTTP/1 is known by its status line. A server
-that is asked in the wrong language closes the connection, answers in its own, or sends a TLS alert.
+gRPC is recognised by its first frame, HTTP/2's settings, which both sides send at once; HTTP/1 by its status
+line. A server that is addressed in the wrong protocol closes the connection, answers in its own, or sends a
+TLS alert.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from otel_dflash.agent.credentials import GRPC_ROOTS_VARIABLE
-from otel_dflash.doctor.lines import HopError
+from otel_dflash.doctor.finding import HopError
 from otel_dflash.doctor.route import Credentials, Protocol
+from otel_dflash.otlp.credentials import GRPC_ROOTS_VARIABLE
 
 Address = tuple[socket.AddressFamily, Any]
 Result = TypeVar("Result")
@@ -32,7 +34,7 @@ _ANSWER_BYTES_MAX: Final = 4096
 
 
 class Speaks(Enum):
-    """What answered."""
+    """What a server speaks."""
 
     GRPC = "gRPC"
     HTTP = "HTTP"
@@ -42,17 +44,18 @@ class Speaks(Enum):
 
 
 class Answer(NamedTuple):
-    """What a server said first."""
+    """How a server answered, and the first bytes of its answer."""
 
     speaks: Speaks
     start: bytes = b""
 
 
 def within(timeout_s: float, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns. A name service knows no timeout, and one of HTTP begins anew with each byte of an answer.
+    """Return what `call` returns. A name lookup has no timeout of its own, and http.client's starts anew with
+    each byte.
 
     Raises:
-        TimeoutError: It has not returned within `timeout_s`; its thread is left behind.
+        TimeoutError: `call` has not returned within `timeout_s`; its thread is left behind.
         OSError, ValueError, http.client.HTTPException: `call` raised it.
     """
     results: list[Result] = []
@@ -78,25 +81,27 @@ def resolve(host: str, port: int, timeout_s: float) -> list[Address]:
     """Return the addresses of a name, in the order to try them.
 
     Raises:
-        HopError: It has none, or the name service is silent.
+        HopError: The name has no address, or the name service does not answer.
     """
     try:
         found = within(timeout_s, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except TimeoutError:
         raise HopError(
-            f"the name service does not say the address of {host!r} within {timeout_s:.2g} s; look at /etc/resolv.conf"
+            f"the name service does not resolve {host!r} within {timeout_s:.2g} s; check /etc/resolv.conf"
         ) from None
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no host name"
-        raise HopError(f"the name {host!r} has no address here ({reason}); mend the endpoint, or DNS or /etc/hosts") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not a host name"
+        raise HopError(
+            f"the name {host!r} has no address here ({reason}); fix the endpoint, or DNS or /etc/hosts"
+        ) from None
     return [(family, address) for family, *_, address in found]
 
 
 def connect(addresses: list[Address], timeout_s: float) -> tuple[socket.socket, Address]:
-    """Return a connection to the first address that takes one, and that address.
+    """Return a connection to the first address that accepts one, and that address.
 
     Raises:
-        OSError: None does; the error of the last. TimeoutError: nobody answers at all.
+        OSError: No address accepts one; the error is that of the last, TimeoutError when nothing answers.
     """
     failure: OSError = TimeoutError()
     for family, address in addresses:
@@ -112,13 +117,15 @@ def connect(addresses: list[Address], timeout_s: float) -> tuple[socket.socket, 
     raise failure
 
 
-def handshake(connection: socket.socket, host: str, protocol: Protocol, credentials: Credentials | None) -> ssl.SSLSocket:
-    """Return the connection with TLS on it. None for `credentials`: whoever the server says it is.
+def handshake(
+    connection: socket.socket, host: str, protocol: Protocol, credentials: Credentials | None
+) -> ssl.SSLSocket:
+    """Return the connection after a TLS handshake. Without `credentials` any server is trusted.
 
     Raises:
         HopError: A file of TLS cannot be read.
-        ssl.SSLError: No TLS, or one side does not trust the other.
-        OSError: The server closes the connection, or is silent.
+        ssl.SSLError: The server does not speak TLS, or one side does not trust the other.
+        OSError: The server closes the connection, or does not answer.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if credentials is None:
@@ -131,12 +138,16 @@ def handshake(connection: socket.socket, host: str, protocol: Protocol, credenti
 
 
 def ask(connection: socket.socket, host: str, path: str, protocol: Protocol) -> Answer:
-    """Say hello in a protocol and return what answers.
+    """Send the first bytes of a protocol and return the answer.
 
     Raises:
-        ssl.SSLError: The server refuses this client's certificate, or the lack of one (TLS 1.3 says it this late).
+        ssl.SSLError: The server refuses this client's certificate, or wants one (TLS 1.3 reports it late).
     """
-    hello = _PREFACE if protocol == "gRPC" else f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    hello = (
+        _PREFACE
+        if protocol == "gRPC"
+        else f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    )
     start = b""
     deadline = time.monotonic() + (connection.gettimeout() or PROBE_S)
     try:
@@ -151,15 +162,16 @@ def ask(connection: socket.socket, host: str, path: str, protocol: Protocol) -> 
         return Answer(_speaks(start, Speaks.SILENT), start)
     except ssl.SSLError:
         raise
-    except OSError:  # reset: it does not like what it was sent
+    except OSError:  # reset: the server refuses what it was sent
         return Answer(_speaks(start, Speaks.NOTHING), start)
     return Answer(_speaks(start, Speaks.NOTHING), start)
 
 
 def look_again(address: Address, host: str, timeout_s: float) -> tuple[bool, Speaks] | None:
-    """Return (with TLS?, what it speaks) after trying all four; None when that is none of them.
+    """Return (whether TLS, what it speaks) of a server, found by trying all four combinations; None when none
+    fits.
 
-    NOTHING is what a server with TLS says to a client without the right certificate.
+    A server with TLS answers NOTHING to a client without the right certificate.
     """
     deadline = time.monotonic() + timeout_s
     protocols: tuple[Protocol, ...] = ("gRPC", "HTTP")
@@ -185,13 +197,13 @@ def look_again(address: Address, host: str, timeout_s: float) -> tuple[bool, Spe
 
 
 def is_about_certificates(error: ssl.SSLError) -> bool:
-    """Return whether both sides speak TLS, and one of them does not trust the other."""
+    """Return whether an error means that both sides speak TLS, but one does not trust the other."""
     signs = ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE", "ACCESS_DENIED", "DECRYPT_ERROR")
     return any(sign in (error.reason or "") for sign in signs)
 
 
 def _load(context: ssl.SSLContext, protocol: Protocol, credentials: Credentials) -> None:
-    """Trust what the exporter trusts, and show the client's certificate."""
+    """Load what the exporter trusts, and the client's certificate."""
     ca = credentials.ca or _default_roots(protocol)
     try:
         if Path(ca).is_dir():
@@ -202,11 +214,14 @@ def _load(context: ssl.SSLContext, protocol: Protocol, credentials: Credentials)
             context.load_cert_chain(credentials.certificate, credentials.key or None, password=lambda: "")
     except OSError as error:
         named = ", ".join(filter(None, credentials._replace(ca=ca)))
-        raise HopError(f"{named} cannot be used ({error.strerror or error}); mend the variable that names it, or the file") from None
+        raise HopError(
+            f"{named} cannot be used ({error.strerror or error}); fix the variable that names it, or the file"
+        ) from None
 
 
 def _default_roots(protocol: Protocol) -> str:
-    """Return the file of the authorities that the exporter trusts where none is named: a list of its library's, never the system's."""
+    """Return the file of the authorities that the exporter trusts by default: its library's list, never the
+    system's."""
     if protocol == "HTTP":
         import certifi  # requests needs it
 

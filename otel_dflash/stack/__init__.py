@@ -1,1 +1,1 @@
-"""The engines people look at telemetry with: how each is built, started, and known to be healthy."""
+"""The engines that store and show telemetry: how each is built, started and checked."""

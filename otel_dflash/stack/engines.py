@@ -1,14 +1,14 @@
-"""Which engines, of which version, and how each is built from its modules into a cache.
+"""The engines, their versions, and how each is built from its modules into a cache.
 
 ::
 
     ~/.cache/otel-dflash/engines/            $XDG_CACHE_HOME when set
         jaeger-2.13.0-<recipe>/jaeger        complete when it exists: built beside it, then renamed
-        jaeger-2.13.0-<recipe>.lock          held while somebody builds it, by the builders too
-        .build-jaeger-2.13.0-<recipe>-XXXX/  what a killed build left; the next build of that engine removes it
+        jaeger-2.13.0-<recipe>.lock          held while it is being built, also by the tools that build it
+        .build-jaeger-2.13.0-<recipe>-XXXX/  left by a killed build; the next build removes it
 
-<recipe> is a hash of all that a build reads (modules, versions, flags, the collector's manifest), so another version is another
-directory, and an unchanged one is never built again.
+<recipe> is a hash of everything that a build reads (modules, versions, flags, the collector's manifest), so
+another version has another directory, and an unchanged one is never built again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,12 @@ from pathlib import Path
 from typing import Final
 
 PACKAGE: Final = Path(__file__).parents[1]
-DISK_BYTES: Final = 12 << 30  # Go's module and build caches while all engines are built from nothing
+DISK_BYTES: Final = 12 << 30  # Go's module and build caches while all engines are built from scratch
 
 _GO_BUILD: Final = ("go", "build", "-trimpath", "-ldflags", "-s -w")
 _OCB: Final = "go.opentelemetry.io/collector/cmd/builder"
 _JAEGER: Final = "github.com/jaegertracing/jaeger/cmd/jaeger"
 _PROMETHEUS: Final = "github.com/prometheus/prometheus"
-_DEPENDENCY: Final = "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>"
-_POM: Final = """\
-<project xmlns="http://maven.apache.org/POM/4.0.0">
-  <modelVersion>4.0.0</modelVersion>
-  <groupId>otel-dflash</groupId><artifactId>engine</artifactId><version>1</version>
-  <dependencies>{}</dependencies>
-</project>
-"""
 
 _FULL: Final = ("no space left on device", "disk quota exceeded")
 _UNREACHED: Final = (
@@ -51,38 +43,44 @@ _UNREACHED: Final = (
     "i/o timeout",
     "connection refused",
     "network is unreachable",
-    "could not transfer artifact",
 )
 _FIRST_TO_FETCH: Final = [1, 21]
-_ELSEWHERE: Final = ("GOOS", "GOARCH", "GOWORK")  # a user's cross compilation or workspace is not ours
+_ELSEWHERE: Final = ("GOOS", "GOARCH", "GOWORK")  # a user's settings that would change a build
 
 
 class EngineError(Exception):
-    """An engine cannot be built, found or started; the text says what, the value, and the remedy."""
+    """An engine cannot be built, found or started; the text has the value and the remedy."""
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """A directory beside the finished engines in which one is built; what `out` in it holds becomes the engine."""
+    """A directory beside the finished engines in which one is built; its subdirectory `out` becomes the
+    engine."""
 
     directory: Path
     lock: int
-    """Descriptor of the lock: builders hold it too, so those of a killed build keep others out until they have ended."""
+    """Descriptor of the lock. The build's tools inherit it, so those of a killed build keep other builds out
+    until they have ended."""
 
     @property
     def out(self) -> Path:
-        """Return where finished programs go."""
+        """Return the directory for finished programs."""
         return self.directory / "out"
 
     def run(self, *command: str, below: str = "", **variables: str) -> None:
-        """Run one step of a build. What it prints is kept for the message of a failure; an interrupt ends it and its children.
+        """Run one step of a build. Its output is kept for the message of a failure; an interrupt ends it and
+        its children.
 
         Raises:
-            EngineError: It failed; the text has the end of what it printed.
-            OSError: It could not be started, or the disk is full.
+            EngineError: The step failed; the text has the end of its output.
+            OSError: The step could not be started, or the disk is full.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
-        go = {"CGO_ENABLED": "0", "GOWORK": "off", "GOFLAGS": f"{os.environ.get('GOFLAGS', '')} -mod=mod".strip()}
+        go = {
+            "CGO_ENABLED": "0",
+            "GOWORK": "off",
+            "GOFLAGS": f"{os.environ.get('GOFLAGS', '')} -mod=mod".strip(),
+        }
         process = subprocess.Popen(
             command,
             cwd=self.directory / below,
@@ -113,25 +111,23 @@ class Engine:
 
     name: str
     version: str
-    """As its release and its container image name it."""
+    """As in the names of its release and its container image."""
     image: str
     """The container image with the same version, as compose.yaml pins it."""
     programs: tuple[str, ...]
-    """What a finished build holds; the first one is the engine."""
+    """What a finished build contains; the first one is the engine."""
     module: str
-    """What it is built from, with the module's own version."""
+    """The module it is built from, with the module's own version."""
     steps: Callable[[Workshop, Engine], None]
     """Builds the programs into the workshop's `out`."""
     minutes: int
-    """About how long a build takes on two cores with empty caches."""
+    """Roughly how long a build takes on two cores with empty caches."""
     options: tuple[str, ...] = ()
-    """What else a build reads: flags, further modules."""
+    """What else a build depends on: flags, further modules."""
     manifest: str = ""
-    """The file of collector/ that says what is in it."""
+    """The file of collector/ that lists its parts."""
     go: str = ""
-    """The oldest Go that its modules name; "" when Go does not build it."""
-    needs: tuple[tuple[str, str], ...] = ()
-    """Other commands that a build runs, each with what to install."""
+    """The oldest Go that its modules allow; "" when that does not matter."""
 
 
 def _build_otelcol(shop: Workshop, engine: Engine) -> None:
@@ -149,15 +145,14 @@ def _build_jaeger(shop: Workshop, engine: Engine) -> None:
 
 def _build_prometheus(shop: Workshop, engine: Engine) -> None:
     shop.run("go", "mod", "init", "otel_dflash/prometheus")
-    shop.run("go", "get", "-tool", *(f"{_PROMETHEUS}/cmd/{program}@{engine.module.split('@')[1]}" for program in engine.programs))
+    shop.run(
+        "go",
+        "get",
+        "-tool",
+        *(f"{_PROMETHEUS}/cmd/{program}@{engine.module.split('@')[1]}" for program in engine.programs),
+    )
     for program in engine.programs:
         shop.run(*_GO_BUILD, *engine.options, "-o", str(shop.out / program), f"{_PROMETHEUS}/cmd/{program}")
-
-
-def _build_kafka(shop: Workshop, engine: Engine) -> None:
-    dependencies = (_DEPENDENCY.format(*coordinates.split(":")) for coordinates in (engine.module, *engine.options))
-    (shop.directory / "pom.xml").write_text(_POM.format("".join(dependencies)))
-    shop.run("mvn", "--batch-mode", "--quiet", "dependency:copy-dependencies", f"-DoutputDirectory={shop.out / 'libs'}")
 
 
 ENGINES: Final = {
@@ -182,7 +177,11 @@ ENGINES: Final = {
             module=f"{_PROMETHEUS}@v0.316.0",
             steps=_build_prometheus,
             minutes=7,
-            options=("-tags", "remove_all_sd"),  # static targets and OTLP are all we use: half the time without service discovery
+            # static targets and OTLP are all we use: half the time without service discovery
+            options=(
+                "-tags",
+                "remove_all_sd",
+            ),
             go="1.26.7",
         ),
         Engine(
@@ -195,86 +194,90 @@ ENGINES: Final = {
             minutes=9,
             go="1.24.6",
         ),
-        Engine(
-            name="kafka",
-            version="4.1.0",
-            image="apache/kafka:4.1.0",
-            programs=("libs",),
-            module="org.apache.kafka:kafka_2.13:4.1.0",
-            steps=_build_kafka,
-            minutes=1,
-            options=("org.slf4j:slf4j-simple:1.7.36",),
-            needs=(("mvn", "Maven >= 3.8"), ("java", "a Java runtime >= 17")),
-        ),
     )
 }
 
 
 def collector_directory() -> Path:
-    """Return the directory of the configurations: beside the package in a checkout, inside it in an installed wheel.
+    """Return the directory of the configurations: beside the package in a checkout, inside it in an installed
+    wheel.
 
     Raises:
-        EngineError: Neither is there.
+        EngineError: The configurations are in neither place.
     """
     for base in (PACKAGE.parent, PACKAGE):
         if (base / "collector" / "builder.yaml").is_file():
             return base / "collector"
-    raise EngineError(f"the configurations of the engines are not installed ({PACKAGE / 'collector'}); reinstall otel-dflash")
+    raise EngineError(
+        f"the configurations of the engines are not installed ({PACKAGE / 'collector'}); reinstall "
+        "otel-dflash"
+    )
 
 
 def cache_directory() -> Path:
-    """Return where built engines lie.
+    """Return the directory of the built engines.
 
     Raises:
-        EngineError: There is no home.
+        EngineError: The user has no home directory.
     """
     return own_directory("XDG_CACHE_HOME", ".cache") / "engines"
 
 
 def own_directory(variable: str, below_home: str) -> Path:
-    """Return our directory where an XDG variable says, else below the home. As XDG has it, a path that is not absolute does not count.
+    """Return our directory below the one that an XDG variable names, else below the home directory. As XDG
+    requires, a path that is not absolute is ignored.
 
     Raises:
-        EngineError: There is no home.
+        EngineError: The user has no home directory.
     """
     given = Path(os.environ.get(variable, ""))
     try:
         return (given if given.is_absolute() else Path.home() / below_home) / "otel-dflash"
     except RuntimeError:
-        raise EngineError(f"this user has no home directory; point {variable} at a directory of theirs") from None
+        raise EngineError(
+            f"this user has no home directory; set {variable} to a directory that it can write"
+        ) from None
 
 
 def find(engine: Engine, program: str | None = None) -> Path | None:
-    """Return the path of a built program, by default the engine's own; None when it was not built."""
+    """Return the path of a built program, by default the engine's own; None when it is not built."""
     path = program_path(engine, program)
     return path if path.exists() else None
 
 
 def program_path(engine: Engine, program: str | None = None) -> Path:
-    """Return where a program of the engine lies once it is built."""
+    """Return the path that a program of the engine has once it is built."""
     return _directory(engine) / (program or engine.programs[0])
 
 
-def missing_command(engine: Engine) -> str | None:
-    """Return what is missing to build the engine, with the remedy; None when all its commands are here."""
-    go = (("go", f"Go >= {engine.go} (https://go.dev/dl)"),) if engine.go else ()
-    for command, remedy in (*go, *engine.needs):
-        if shutil.which(command) is None:
-            return f"{engine.name} is built with {command!r}, which is not on PATH; install {remedy}"
-    return _old_go(engine) if go else None
+def _missing_go(engine: Engine) -> str | None:
+    """Return why the Go that is here cannot build the engine, with the remedy; None when it can."""
+    if not engine.go:
+        return None
+    if shutil.which("go") is None:
+        return (
+            f"{engine.name} is built with 'go', which is not on PATH; install Go >= {engine.go} "
+            "(https://go.dev/dl)"
+        )
+    return _old_go(engine)
 
 
 def _old_go(engine: Engine) -> str | None:
-    """Return why the Go that is here cannot build the engine, None when it can, or may fetch a newer one that can."""
+    """Return why the Go that is here is too old for the engine; None when it is not, or may fetch a newer
+    one."""
     command = ("go", "env", "GOVERSION", "GOTOOLCHAIN")
-    asked = subprocess.run(command, cwd="/", env={**os.environ, "GOWORK": "off"}, capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        command, cwd="/", env={**os.environ, "GOWORK": "off"}, capture_output=True, text=True, check=False
+    )
     version, toolchain = (*asked.stdout.splitlines(), "", "")[:2]
     here = _numbers(version)
-    fetches = here >= _FIRST_TO_FETCH and toolchain.endswith(("auto", "path"))  # auto, path, go1.26.0+auto, ...
+    # auto, path, go1.26.0+auto, ...
+    fetches = here >= _FIRST_TO_FETCH and toolchain.endswith(("auto", "path"))
     if not here or here >= _numbers(engine.go) or fetches:
         return None
     return (
-        f"{engine.name} is built with Go >= {engine.go}, and the one on PATH is {version} (GOTOOLCHAIN={toolchain or 'unknown to it'}); "
+        f"{engine.name} is built with Go >= {engine.go}, and the one on PATH is {version} "
+        f"(GOTOOLCHAIN={toolchain or 'unknown to it'}); "
         "install a newer one (https://go.dev/dl), or let Go >= 1.21 fetch it: GOTOOLCHAIN=auto"
     )
 
@@ -285,21 +288,26 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in found[0].split(".")] if found else []
 
 
-def build(engine: Engine, say: Callable[[str], object] = lambda line: None) -> Path:
-    """Return the path of the engine, built now unless it was. Of two builds at once one waits for the other; `say` gets what takes long.
+def build(engine: Engine, report: Callable[[str], object] = lambda line: None) -> Path:
+    """Return the path of the engine, after building it if need be. Of two builds at once, one waits for the
+    other; `report` gets a line about what takes long.
 
     Raises:
-        EngineError: A command is missing, or a step failed; nothing is left in the cache then.
+        EngineError: A command is missing, or a step failed; the cache is then as before.
     """
     directory = _directory(engine)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(directory.with_name(f"{directory.name}.lock"), lambda: say(f"{engine.name} is being built already; waiting")) as lock:
-            if not all((directory / program).exists() for program in engine.programs):  # not built, or a part was removed since
-                if missing := missing_command(engine):
+        with _locked(
+            directory.with_name(f"{directory.name}.lock"),
+            lambda: report(f"{engine.name} is already being built; waiting"),
+        ) as lock:
+            # not built, or a part has been removed
+            if not all((directory / program).exists() for program in engine.programs):
+                if missing := _missing_go(engine):
                     raise EngineError(missing)
                 minutes = f"{engine.minutes} minute{'s' if engine.minutes > 1 else ''}"
-                say(f"building {engine.name} {engine.version}, once: about {minutes} on two cores")
+                report(f"building {engine.name} {engine.version}, once: about {minutes} on two cores")
                 _build_into(engine, directory, lock)
     except OSError as error:
         raise EngineError(_disk_message(directory.parent, error)) from None
@@ -332,33 +340,41 @@ def _directory(engine: Engine) -> Path:
 
 
 @contextmanager
-def _locked(path: Path, say_waiting: Callable[[], object]) -> Iterator[int]:
+def _locked(path: Path, report_waiting: Callable[[], object]) -> Iterator[int]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say_waiting()
+            report_waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
 
 def _failure(command: tuple[str, ...], code: int, printed: str) -> EngineError | OSError:
-    """Return what is wrong when a step of a build failed: the disk, the network, or what it says itself."""
+    """Return the error for a failed step of a build: a full disk, no network, or the end of its output."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     if any(sign in line.lower() for line in lines for sign in _FULL):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     step = f"`{Path(command[0]).name} {' '.join(command[1:3])} ...`"
-    unreached = next((line for line in reversed(lines) if any(sign in line.lower() for sign in _UNREACHED)), None)
+    unreached = next(
+        (line for line in reversed(lines) if any(sign in line.lower() for sign in _UNREACHED)), None
+    )
     if unreached:
-        remedy = "~/.m2/settings.xml" if command[0] == "mvn" else "GOPROXY"
-        return EngineError(f"{step} cannot fetch modules; check the network, or name a mirror that answers here in {remedy}: {unreached}")
+        return EngineError(
+            f"{step} cannot fetch modules; check the network, or set GOPROXY to a mirror that "
+            f"answers: {unreached}"
+        )
     return EngineError(f"{step} failed with exit code {code}:\n  " + "\n  ".join(lines[-8:]))
 
 
 def _disk_message(directory: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"no space left for the engines in {directory} or Go's caches; a first build takes about {DISK_BYTES >> 30} GiB: "
-            "free some, or point XDG_CACHE_HOME, GOCACHE and GOMODCACHE elsewhere"
+            f"no space left for the engines in {directory} or Go's caches; a first build takes about "
+            f"{DISK_BYTES >> 30} GiB: "
+            "free some space, or set XDG_CACHE_HOME, GOCACHE and GOMODCACHE to another disk"
         )
-    return f"{directory} cannot hold the engines ({error.strerror}); point XDG_CACHE_HOME at a directory of yours"
+    return (
+        f"{directory} cannot hold the engines ({error.strerror}); set XDG_CACHE_HOME to a "
+        "directory that you can write"
+    )

@@ -1,7 +1,8 @@
-"""The engines as services: how each is started with the shared configuration, where it listens, and when it is healthy.
+"""The engines as services: how each is started with the shared configuration, where it listens, and when it
+is healthy.
 
-Everything that differs from place to place is a variable: compose.yaml sets them in containers, `otel-dflash stack` and the tests for
-the built binaries; the files of collector/ are the same ones everywhere.
+Everything that differs between deployments is a variable: compose.yaml sets them in containers, `otel-dflash
+stack` and the tests for the built binaries. The files of collector/ are the same everywhere.
 """
 
 from __future__ import annotations
@@ -25,43 +26,49 @@ HEALTHY_S: Final = 30.0
 """How long a service may take from its start until it is healthy."""
 
 _GATE: Final = ("/bin/sh", "-c", 'read -r go && exec "$@" < /dev/null', "sh")
-"""Waits for a line, then becomes the engine, with the same pid. Without the line, as its starter was killed, it ends."""
+"""Waits for a line, then becomes the engine, with the same pid. It ends without one when its starter was
+killed."""
 
 
 class Process(Protocol):
-    """What may still run: subprocess.Popen, or one that another command started."""
+    """A process that may still be running: subprocess.Popen, or one that another command started."""
 
     def poll(self) -> int | None:
-        """Return None while it runs."""
+        """Return None while it is running."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """One engine with one configuration. Arguments, health and addresses are templates over the variables, `config` and `storage`."""
+    """One engine with one configuration. Arguments, health and addresses are templates over the variables,
+    `config` and `storage`."""
 
     name: str
     engine: Engine
     arguments: tuple[str, ...]
     variables: Mapping[str, str]
-    """All that its configuration reads from the environment, with the defaults; names that end in _PORT are ports it listens at."""
+    """All variables that its configuration reads, with the defaults; those whose names end in _PORT are ports
+    that it listens on."""
     health: str
-    """A URL that answers 200 once the service takes data."""
+    """A URL that answers 200 once the service accepts data."""
     addresses: Mapping[str, str]
-    """What it is for -> URL."""
+    """What listens -> its URL."""
 
     def values(self, variables: Mapping[str, str], storage: Path) -> dict[str, str]:
-        """Return every variable: the defaults, `variables` over them, and where configuration and storage lie.
+        """Return every variable: the defaults, overridden by `variables`, and the directories of
+        configuration and storage.
 
         Raises:
-            ValueError: A variable is not of this service.
+            ValueError: This service has no such variable.
         """
         unknown = sorted(set(variables) - set(self.variables))
         if unknown:
-            raise ValueError(f"{self.name} has no variable {', '.join(unknown)}; it has {', '.join(self.variables)}")
+            raise ValueError(
+                f"{self.name} has no variable {', '.join(unknown)}; it has {', '.join(self.variables)}"
+            )
         return {**self.variables, **variables, "config": str(collector_directory()), "storage": str(storage)}
 
     def ports(self, values: Mapping[str, str]) -> dict[str, int]:
-        """Return the ports it listens at, by variable."""
+        """Return the ports that it listens on, by variable."""
         return {name: int(values[name]) for name in self.variables if name.endswith("_PORT")}
 
 
@@ -127,7 +134,7 @@ SERVICES: Final = {
         ),
     )
 }
-"""In the order they are started: each before those that send to it."""
+"""In the order in which they are started: each before those that send to it."""
 
 
 def launch(
@@ -137,17 +144,22 @@ def launch(
     remember: Callable[[int], object] = lambda pid: None,
     hosts: Iterable[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a service that outlives its starter: storage in `directory`/<name>, its log in `directory`/<name>.log.
+    """Start a service that outlives its starter: storage in `directory`/<name>, its log in
+    `directory`/<name>.log.
 
-    The engine begins once `remember` has returned, so a starter that is killed or interrupted leaves none that it did not remember.
-    It reaches `hosts`, those of the stack, without a proxy; a backend elsewhere as the environment says.
+    The engine starts once `remember` has returned, so a starter that is killed or interrupted leaves no
+    engine that it does not remember. The engine reaches `hosts`, those of the stack, without a proxy, and
+    other backends as the environment says.
 
     Raises:
-        EngineError: Its engine was not built, one of its ports is busy, or `directory` cannot be written.
+        EngineError: Its engine is not built, one of its ports is busy, or `directory` cannot be written.
     """
     program = find(service.engine)
     if program is None:
-        raise EngineError(f"{service.engine.name} {service.engine.version} is not built here; build it: otel-dflash stack build")
+        raise EngineError(
+            f"{service.engine.name} {service.engine.version} is not built here; build it: otel-dflash "
+            "stack build"
+        )
     storage = directory / service.name
     values = service.values(variables, storage)
     _check_ports(service, values)
@@ -157,7 +169,7 @@ def launch(
             process = subprocess.Popen(
                 [*_GATE, program, *(argument.format(**values) for argument in service.arguments)],
                 bufsize=0,
-                cwd=directory,  # not the user's: they may want to remove or unmount it
+                cwd=directory,  # not the user's, who may want to remove or unmount it
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -170,14 +182,17 @@ def launch(
             gate.write(b"\n")
         return process
     except OSError as error:
-        raise EngineError(f"{service.name} cannot be started in {directory}: {error.strerror or error}") from None
+        raise EngineError(
+            f"{service.name} cannot be started in {directory}: {error.strerror or error}"
+        ) from None
 
 
 def wait_healthy(service: Service, process: Process, directory: Path, variables: Mapping[str, str]) -> None:
     """Return once the service is healthy.
 
     Raises:
-        EngineError: It ended, and the text has the end of its log; or it was not healthy within HEALTHY_S.
+        EngineError: The service ended, and the text has the end of its log; or it is not healthy after
+        HEALTHY_S.
     """
     values = service.values(variables, directory / service.name)
     deadline = time.monotonic() + HEALTHY_S
@@ -189,15 +204,16 @@ def wait_healthy(service: Service, process: Process, directory: Path, variables:
         if time.monotonic() > deadline:
             log = directory / f"{service.name}.log"
             raise EngineError(
-                f"{service.name} is not healthy after {HEALTHY_S:g} s; see {log}; what still runs is ended by: otel-dflash stack down"
+                f"{service.name} is not healthy after {HEALTHY_S:g} s; see {log}; to stop what is "
+                "still running: otel-dflash stack down"
             )
         select.select([], [], [], 0.05)
 
 
 def is_healthy(service: Service, values: Mapping[str, str]) -> bool:
-    """Return whether the service says that it takes data."""
+    """Return whether the service reports that it accepts data."""
     url = urlsplit(service.health.format(**values))
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=2.0)  # knows no proxy
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=2.0)  # ignores proxies
     try:
         connection.request("GET", url.path)
         return connection.getresponse().status == 200
@@ -208,38 +224,44 @@ def is_healthy(service: Service, values: Mapping[str, str]) -> bool:
 
 
 def around_proxies(environment: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
-    """Return an environment in which `hosts` are reached without a proxy, and all else as before.
+    """Return an environment in which `hosts` are reached without a proxy, and everything else as before.
 
-    Go and Python read either spelling, each another one first. Go takes no proxy to loopback addresses and `localhost` anyway.
+    Go and Python read both spellings, each prefers another one. Go never uses a proxy for loopback addresses
+    and `localhost`.
     """
-    around = ",".join(dict.fromkeys(filter(None, (environment.get("NO_PROXY"), environment.get("no_proxy"), *hosts))))
+    around = ",".join(
+        dict.fromkeys(filter(None, (environment.get("NO_PROXY"), environment.get("no_proxy"), *hosts)))
+    )
     return {**environment, "NO_PROXY": around, "no_proxy": around}
 
 
 def try_port(host: str, port: int) -> None:
-    """Return when somebody can listen at host:port now.
+    """Check that a process can listen on host:port now.
 
     Raises:
-        OSError: Nobody can.
+        OSError: No process can.
     """
     family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines do: no waiting for old connections
+        # as the engines do: old connections do not block it
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
 
 
 def another_port(variable: str, port: int) -> str:
-    """Return the remedy for a port that cannot be had."""
+    """Return the remedy for a port that cannot be used."""
     return f"choose another port: {variable}={port + 20_000 if port < 45_000 else port - 20_000}"
 
 
 def _environment(service: Service, values: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    return around_proxies({**kept, **{name: values[name].format(**values) for name in service.variables}}, hosts)
+    return around_proxies(
+        {**kept, **{name: values[name].format(**values) for name in service.variables}}, hosts
+    )
 
 
 def _check_ports(service: Service, values: Mapping[str, str]) -> None:
-    """Find a busy port before the engine does: it would name neither the variable nor a remedy."""
+    """Find a busy port before the engine does, whose message has neither the variable nor a remedy."""
     host_name, host = next((name, value) for name, value in values.items() if name.endswith("_HOST"))
     for name, port in service.ports(values).items():
         try:
@@ -250,6 +272,6 @@ def _check_ports(service: Service, values: Mapping[str, str]) -> None:
             elif isinstance(error, PermissionError):
                 remedy = another_port(name, port)
             else:
-                remedy = f"give an address of this host: {host_name}=127.0.0.1"
+                remedy = f"use an address of this host: {host_name}=127.0.0.1"
             reason = (error.strerror or str(error)).lower()
             raise EngineError(f"{service.name} cannot listen at {host}:{port}: {reason}; {remedy}") from None

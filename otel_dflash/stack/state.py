@@ -1,9 +1,9 @@
-"""What `otel-dflash stack` started, remembered from one command to the next.
+"""The record of what `otel-dflash stack` started, kept from one command to the next.
 
 ::
 
-    ~/.local/state/otel-dflash/stack/   0700; $XDG_STATE_HOME when set; locked by the command that changes what runs
-        stack.json                      what runs: see Stack; none when nothing does
+    ~/.local/state/otel-dflash/stack/   0700; $XDG_STATE_HOME when set; locked while it changes
+        stack.json                      what is running: see Stack; absent when nothing is
         jaeger/, jaeger.log, ...        each service's storage and log
 """
 
@@ -30,52 +30,55 @@ STACK_FILE: Final = "stack.json"
 
 @dataclass(frozen=True)
 class Started:
-    """A process that an `up` started. Pid and start time name it for good: a pid alone may be somebody else's by now."""
+    """A process that `up` started. Pid and start time identify it for good: a pid alone may have been
+    reused."""
 
     pid: int
     start: int
     """In clock ticks since boot."""
     version: str
     variables: Mapping[str, str]
-    """All that its configuration reads."""
+    """All variables that its configuration reads."""
 
     def is_alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether it is running."""
         return process_start(self.pid) == self.start
 
     def poll(self) -> int | None:
-        """Return None while it runs; how it ended is only known to its parent."""
+        """Return None while it is running, else -1: only its parent knows how it ended."""
         return None if self.is_alive() else -1
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What was started and not stopped: processes by service, or containers."""
+    """What has been started and not stopped: processes by service, or containers."""
 
     services: dict[str, Started] = field(default_factory=dict)
     compose: dict[str, str] | None = None
-    """The variables of compose.yaml that were given; None when Docker Compose was not used."""
+    """The variables of compose.yaml that were set; None when Docker Compose was not used."""
 
     def variables(self) -> dict[str, str]:
-        """Return what the processes were started with."""
-        return {name: value for started in self.services.values() for name, value in started.variables.items()}
+        """Return the variables that the processes were started with."""
+        return {
+            name: value for started in self.services.values() for name, value in started.variables.items()
+        }
 
     def alive(self) -> dict[str, Started]:
-        """Return the services that run as processes."""
+        """Return the services whose processes are running."""
         return {name: started for name, started in self.services.items() if started.is_alive()}
 
 
 def directory() -> Path:
-    """Return where storage, logs and stack.json lie.
+    """Return the directory of storage, logs and stack.json.
 
     Raises:
-        EngineError: There is no home.
+        EngineError: The user has no home directory.
     """
     return own_directory("XDG_STATE_HOME", ".local/state") / "stack"
 
 
 def read() -> Stack:
-    """Return what was started and not stopped.
+    """Return what has been started and not stopped.
 
     Raises:
         EngineError: stack.json cannot be read.
@@ -91,11 +94,14 @@ def read() -> Stack:
     except FileNotFoundError:
         return Stack()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise EngineError(f"{path} cannot be read ({error}); stop the services by hand (ss -ltnp) and remove it") from None
+        raise EngineError(
+            f"{path} cannot be read ({error}); stop the services by hand (ss -ltnp) and remove it"
+        ) from None
 
 
 def write(stack: Stack) -> None:
-    """Remember it; of nothing no file is left, which takes no room on a full disk. Whole or not at all: a command may be killed here.
+    """Record `stack`; when it is empty, remove the file instead, which works on a full disk too. Written
+    whole or not at all, because a command may be killed here.
 
     Raises:
         EngineError: The disk is full or the directory not writable.
@@ -115,38 +121,45 @@ def write(stack: Stack) -> None:
 
 
 def _started(name: str, pid: int, start: int, version: str, variables: Mapping[str, str]) -> Started:
-    """Return what stack.json has of a service. It may be of another version: of its variables those count that there are now.
+    """Return what stack.json holds about a service. Another version may have written it: variables that no
+    longer exist are ignored, new ones get their defaults.
 
     Raises:
-        KeyError: No such service.
-        ValueError: Not what `write` writes.
+        KeyError: There is no such service.
+        ValueError: `write` did not write this.
     """
     if int(pid) <= 0:
-        raise ValueError(f"{pid} is no process")
+        raise ValueError(f"{pid} is not a pid")
     known = SERVICES[name].variables
-    return Started(int(pid), int(start), str(version), {**known, **{key: str(variables[key]) for key in known if key in variables}})
+    return Started(
+        int(pid),
+        int(start),
+        str(version),
+        {**known, **{key: str(variables[key]) for key in known if key in variables}},
+    )
 
 
 @contextmanager
-def locked(say: Callable[[str], object]) -> Iterator[None]:
+def locked(report: Callable[[str], object]) -> Iterator[None]:
     """Keep other `up` and `down` commands out.
 
     Raises:
-        EngineError: The directory cannot be made or belongs to somebody else.
+        EngineError: The directory cannot be created, or belongs to another user.
     """
     base = directory()
     try:
         base.mkdir(parents=True, exist_ok=True)
         if stat.S_IMODE(base.stat().st_mode) != DIRECTORY_MODE:
             base.chmod(DIRECTORY_MODE)
-        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY)  # the directory is its own lock: on a read-only disk too
+        # the directory itself is the lock, which works on a read-only disk too
+        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise unusable(error) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another command starts or stops the stack; waiting for it")
+            report("another command is starting or stopping the stack; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -154,6 +167,12 @@ def locked(say: Callable[[str], object]) -> Iterator[None]:
 
 
 def unusable(error: OSError) -> EngineError:
-    """Return what is wrong with the directory, and the remedy."""
-    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "point XDG_STATE_HOME at a directory of yours"
-    return EngineError(f"{directory()} cannot hold the stack's data: {(error.strerror or str(error)).lower()}; {remedy}")
+    """Return the error for a directory that cannot be used, with the remedy."""
+    remedy = (
+        "free some space"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "set XDG_STATE_HOME to a directory that you can write"
+    )
+    return EngineError(
+        f"{directory()} cannot hold the stack's data: {(error.strerror or str(error)).lower()}; {remedy}"
+    )

@@ -1,10 +1,12 @@
-"""Contexts that travel beside a queue's items. The item is never wrapped: every consumer gets the very object that was put.
+"""Contexts that travel beside a queue's items. Items are never wrapped: a consumer gets the object put.
 
-The queue keeps its items, `Contexts` a map from an item's identity to its context while the item lies in the queue. On a
-`queue.Queue` (and subclasses) the instance's `_put` and `_get` are hooked: they run under the queue's own lock, also for a consumer
-that holds the queue from before, and the map's length must fit `_qsize()`, else it starts anew. On any other class the methods
-named `put` and `get` are hooked on the instance. `SimpleQueue` cannot be hooked: a proxy stands before it. What cannot be matched
-is counted, never guessed.
+The queue keeps its items; `Contexts` maps an item's identity to its context while the item is in the queue.
+On a `queue.Queue` the instance's `_put` and `_get` are hooked: they run under the queue's own lock, also for
+a consumer that got the queue before it was wrapped. If the map's length does not match `_qsize()`, it is
+cleared; what a put drops is told apart where it can be (evictions.py). On any other class, and on a subclass
+that overrides `put` or `get`, those methods are hooked on the instance: only its author knows whether the
+overrides reach `_put` and `_get`, and can name those instead. `SimpleQueue` cannot be hooked: a proxy takes
+its place. Items that cannot be matched are counted, never guessed.
 """
 
 from __future__ import annotations
@@ -13,70 +15,129 @@ import functools
 import queue
 import weakref
 from _thread import get_ident
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from json import dumps
-from types import CodeType
 from typing import Any, Final
 
 from otel_dflash.config import ConfigError
+from otel_dflash.trainer.binding import suspends
 from otel_dflash.trainer.contexts import Contexts
+from otel_dflash.trainer.evictions import Evictions
 
 HOOKED: Final = "_otel_dflash_contexts"
 
 STANDARD_SIZES: Final = frozenset({queue.Queue._qsize, queue.LifoQueue._qsize, queue.PriorityQueue._qsize})
 
-_proxied: weakref.WeakSet[queue.SimpleQueue[Any]] = weakref.WeakSet()
+# by id: wrapped queues that do not show it, because a proxy took their place or telemetry is off
+_unmarked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def describe_queue(name: str, capacity: int | None, min_ready: int | None) -> str:
     """Return the QUEUE name of a queue.
 
     Raises:
-        ConfigError: A number is not one, or below 0.
+        ConfigError: A number is not an int >= 0, or the name is not a str of 1 to 64 characters.
     """
     for label, value in (("capacity", capacity), ("min_ready", min_ready)):
         if value is not None and (type(value) is not int or value < 0):
-            raise ConfigError(f"{label} of queue {name!r} must be an int >= 0, got {value!r}; leave it out when there is none")
+            raise ConfigError(
+                f"{label} of queue {name!r} must be an int >= 0, got {value!r}; leave it out if there is none"
+            )
     if not isinstance(name, str) or not 1 <= len(name) <= 64:
-        raise ConfigError(f"a queue's name must be a str of 1 to 64 characters, got {name!r}; try 'hidden_states'")
+        raise ConfigError(
+            f"a queue's name must be a str of 1 to 64 characters, got {name!r}; try 'hidden_states'"
+        )
     return dumps({"name": name, "capacity": capacity, "min_ready": min_ready})
 
 
-def hook(target: Any, contexts: Contexts, put: str, get: str) -> Any:
-    """Make a queue's items carry contexts; return what to use in its place, the queue itself wherever possible.
+def hook(target: Any, contexts: Contexts | None, put: str, get: str) -> Any:
+    """Let contexts travel beside a queue's items; return the queue, or a proxy to use in its place.
+
+    Without `contexts` telemetry is off: all is checked, and the queue stays as it is.
 
     Raises:
-        ConfigError: It is wrapped already, has no such methods, or they cannot be replaced.
+        ConfigError: The queue is a class, is wrapped already, lacks the methods, or they cannot be replaced.
     """
-    if getattr(target, "__dict__", {}).get(HOOKED) or HOOKED in vars(type(target)) or _is_proxied(target):
-        raise ConfigError(f"queue {target!r} is wrapped already; wrap it once, where it is made")
-    if isinstance(target, queue.Queue) and (put, get) == ("put", "get") and _uses_own_hooks(type(target)):
+    _check(target, put, get)
+    is_standard = isinstance(target, queue.Queue) and (
+        (put, get) == ("_put", "_get") or ((put, get) == ("put", "get") and _inherits(target, put, get))
+    )
+    if not is_standard:
+        _check_method(target, "put", put)
+        _check_method(target, "get", get)
+    if contexts is None:
+        _leave_unmarked(target)
+        return target
+    if is_standard:
         return _hook_queue(target, contexts)
-    from inspect import iscoroutinefunction  # here: loading it takes milliseconds, and queues are wrapped by name seldom
-
-    for label, name in (("put", put), ("get", get)):
-        method = getattr(target, name, None)
-        if not callable(method):
-            raise ConfigError(f"{type(target).__name__} has no method {name!r}; say {label}=<its {label} method>")
-        if iscoroutinefunction(method):
-            raise ConfigError(f"{type(target).__name__}.{name} is a coroutine; use step.produced() and step.consumed(context) there")
-    # Items may leave by ways of their own, and their ids be used again: there the newest entry is right. Of an object that lies in
-    # such a queue twice both contexts arrive, the newest first: it was made by both. A SimpleQueue loses nothing and keeps the order.
+    # Items may leave by other methods, and their ids be reused: then the newest entry is right. If an object
+    # is in such a queue twice, both contexts arrive, the newest first. A SimpleQueue loses nothing and keeps
+    # the order.
     contexts.newest_first = type(target) is not queue.SimpleQueue
-    putting: set[int] = set()  # threads that are inside such a method: put_nowait of put, put that takes the oldest item out
+    # threads inside such a method: put may call put_nowait, or get to remove the oldest item
+    putting: set[int] = set()
     getting: set[int] = set()
     hooks = {name: _putting(target, name, contexts, putting) for name in _with_nowait(target, put)}
     hooks |= {name: _getting(target, name, contexts, putting, getting) for name in _with_nowait(target, get)}
     if not hasattr(target, "__dict__"):
         return _proxy(target, contexts, hooks)
-    try:
-        for name, function in hooks.items():
-            setattr(target, name, _Method(function, target, name))
-        setattr(target, HOOKED, contexts)
-    except (AttributeError, TypeError) as error:
-        say = "use step.produced() and step.consumed(context) instead"
-        raise ConfigError(f"methods of a {type(target).__name__} cannot be replaced ({error}); {say}") from None
+    for name, function in hooks.items():
+        setattr(target, name, _Method(function, target, name))
+    setattr(target, HOOKED, contexts)
     return target
+
+
+def _check(target: Any, put: str, get: str) -> None:
+    """Check what `wrap_queue` was given, whatever the queue's kind.
+
+    Raises:
+        ConfigError: The queue is a class or is wrapped already, or a method's name is not a str.
+    """
+    for label, name in (("put", put), ("get", get)):
+        if not isinstance(name, str):
+            raise ConfigError(f"{label} must be the name of a method, got {name!r}; try {label}={label!r}")
+    if isinstance(target, type):
+        raise ConfigError(f"wrap_queue needs a queue, got the class {target.__name__}; create one first")
+    is_marked = getattr(target, "__dict__", {}).get(HOOKED) or HOOKED in vars(type(target))
+    if is_marked or _unmarked.get(id(target)) is target:
+        raise ConfigError(f"queue {target!r} is wrapped already; wrap it once, where it is created")
+
+
+def _check_method(target: Any, label: str, name: str) -> None:
+    """Check that a method can be hooked, by replacing it with itself; nothing changes.
+
+    Raises:
+        ConfigError: There is no such method, its call only makes a coroutine, or it cannot be replaced.
+    """
+    kind = type(target).__name__
+    method = getattr(target, name, None)
+    if not callable(method):
+        raise ConfigError(f"{kind} has no method {name!r}; set {label}=<its {label} method>")
+    if suspends(method):
+        raise ConfigError(
+            f"{kind}.{name} is a coroutine or a generator; use step.produced() and step.consumed(context) "
+            "there"
+        )
+    if not hasattr(target, "__dict__"):  # a proxy takes its place
+        return
+    is_own = name in vars(target)
+    try:
+        setattr(target, name, method)
+        if not is_own:
+            delattr(target, name)
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"methods of a {kind} cannot be replaced ({error}); use step.produced() and "
+            "step.consumed(context) instead"
+        ) from None
+
+
+def _leave_unmarked(target: Any) -> None:
+    """Remember that a queue is wrapped without changing it."""
+    with suppress(TypeError):  # no weak reference to it can exist
+        _unmarked[id(target)] = target
 
 
 class _Method(functools.partial[Any]):
@@ -85,19 +146,15 @@ class _Method(functools.partial[Any]):
     own: tuple[Any, str]
 
     def __new__(cls, function: Callable[..., Any], target: Any, name: str) -> _Method:
-        """Look like the method that is replaced."""
+        """Take the name and docstring of the replaced method."""
         method = super().__new__(cls, function)
         functools.update_wrapper(method, getattr(target, name))
         method.own = target, name
         return method
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what gives the copy's own method."""
+        """Pickle as the copy's own method."""
         return getattr, self.own
-
-
-def _is_proxied(target: Any) -> bool:
-    return isinstance(target, queue.SimpleQueue) and type(target) is queue.SimpleQueue and target in _proxied
 
 
 def _with_nowait(target: Any, name: str) -> list[str]:
@@ -106,22 +163,25 @@ def _with_nowait(target: Any, name: str) -> list[str]:
     return [name, nowait] if callable(getattr(target, nowait, None)) else [name]
 
 
-def _uses_own_hooks(kind: type) -> bool:
-    """Return whether a subclass of `queue.Queue` still stores by `_put` and `_get`, as far as its code shows; else it is hooked by name."""
-    for name in ("put", "get"):
-        method = getattr(kind, name)
-        code = getattr(method, "__code__", None)
-        if method is not getattr(queue.Queue, name) and (code is None or not {f"_{name}", "super", name} & _names(code)):
-            return False
-    return True
+def _inherits(target: Any, *names: str) -> bool:
+    """Return whether neither a subclass nor the instance itself overrides methods of `queue.Queue`."""
+    return all(
+        getattr(getattr(target, name), "__func__", None) is getattr(queue.Queue, name) for name in names
+    )
 
 
-def _names(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+def _may_evict(target: Any) -> bool:
+    """Return whether items go through a deque from right to left, and a put may drop some."""
+    queued = getattr(target, "queue", None)
+    is_bounded = isinstance(queued, deque) and (queued.maxlen is not None or not _inherits(target, "_put"))
+    return is_bounded and _inherits(target, "_get")
 
 
 def _unbound(target: Any, name: str) -> Callable[..., Any]:
-    """Return a method as a function of the queue first. A hook that held the queue would keep it, and its items, until a collection."""
+    """Return a method as a function whose first argument is the queue.
+
+    A hook that held the queue would keep it and its items alive until a garbage collection.
+    """
     method = getattr(target, name)
     if getattr(method, "__self__", None) is target and hasattr(method, "__func__"):
         function: Callable[..., Any] = method.__func__
@@ -139,10 +199,13 @@ def _reference(target: Any) -> Callable[[], Any]:
 def _hook_queue(target: Any, contexts: Contexts) -> Any:
     the_queue = _reference(target)
     put_item, get_item, size = (_unbound(target, name) for name in ("_put", "_get", "_qsize"))
-    guarded = type(target)._qsize in STANDARD_SIZES  # an own _qsize may count what is ready, not what is there
+    # an own _qsize may count what is ready, not what is there
+    guarded = type(target)._qsize in STANDARD_SIZES
     contexts.newest_first = not guarded or isinstance(target, queue.LifoQueue)
+    contexts.in_order = guarded and _inherits(target, "_put", "_get")
+    evictions = Evictions(contexts) if guarded and _may_evict(target) else None
     putting = False
-    emptying = 0  # thread that shuts the queue down: it takes every item out for nobody
+    emptying = 0  # the thread that shuts the queue down, discarding every item
 
     def put_hook(item: Any) -> None:
         nonlocal putting
@@ -154,7 +217,9 @@ def _hook_queue(target: Any, contexts: Contexts) -> Any:
             put_item(owner, item)
         finally:
             putting = False
-        contexts.add(item)
+        entry = contexts.add(item)
+        if evictions is not None:
+            evictions.put(item, entry, owner.queue)
 
     def get_hook() -> Any:
         owner = the_queue()
@@ -165,6 +230,8 @@ def _hook_queue(target: Any, contexts: Contexts) -> Any:
             contexts.drop(item)
         else:
             contexts.match(item)
+        if evictions is not None:
+            evictions.got(item)
         return item
 
     target._put, target._get = put_hook, get_hook
@@ -188,7 +255,7 @@ def _hook_queue(target: Any, contexts: Contexts) -> Any:
 
 
 def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> Callable[..., Any]:
-    from inspect import signature  # here: see hook
+    from inspect import signature  # imported here: see hook
 
     put = getattr(target, name)
     try:
@@ -201,7 +268,7 @@ def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> C
         if me in putting:
             return put(*args, **kwargs)
         item = args[0] if args else kwargs.get(keyword)
-        entry = contexts.add(item)  # before: a consumer may have the item before `put` returns
+        entry = contexts.add(item, 0)  # before the put: a consumer may have the item before `put` returns
         is_put = False
         try:
             putting.add(me)
@@ -217,7 +284,9 @@ def _putting(target: Any, name: str, contexts: Contexts, putting: set[int]) -> C
     return put_hook
 
 
-def _getting(target: Any, name: str, contexts: Contexts, putting: set[int], getting: set[int]) -> Callable[..., Any]:
+def _getting(
+    target: Any, name: str, contexts: Contexts, putting: set[int], getting: set[int]
+) -> Callable[..., Any]:
     get = getattr(target, name)
 
     def get_hook(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +308,7 @@ def _getting(target: Any, name: str, contexts: Contexts, putting: set[int], gett
 
 
 def _proxy(target: Any, contexts: Contexts, hooks: dict[str, Callable[..., Any]]) -> Any:
-    """Stand before an object that cannot be hooked, a `SimpleQueue`: everything else goes to the object itself."""
+    """Return a proxy of an object that cannot be hooked, a `SimpleQueue`; it forwards everything else."""
 
     class Proxy:
         __slots__ = ("__weakref__",)
@@ -260,12 +329,15 @@ def _proxy(target: Any, contexts: Contexts, hooks: dict[str, Callable[..., Any]]
     def forwarding(name: str) -> Callable[..., Any]:
         return lambda _, *args, **kwargs: getattr(target, name)(*args, **kwargs)
 
-    own = [name for name in dir(type(target)) if name[:2] == "__" == name[-2:] and not hasattr(Proxy, name) and name != "__slots__"]
+    own = [
+        name
+        for name in dir(type(target))
+        if name[:2] == "__" == name[-2:] and not hasattr(Proxy, name) and name != "__slots__"
+    ]
     for name in ("__repr__", "__str__", "__dir__", "__reduce_ex__", *own):
         setattr(Proxy, name, forwarding(name))
     for name, function in hooks.items():
         setattr(Proxy, name, staticmethod(function))
     setattr(Proxy, HOOKED, contexts)
-    if type(target) is queue.SimpleQueue:
-        _proxied.add(target)
+    _leave_unmarked(target)
     return Proxy()

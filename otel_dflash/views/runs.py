@@ -1,4 +1,4 @@
-"""The list of recordings: `list_runs` reads, `render` prints."""
+"""The list of recordings, from their overviews: no frame of a run that has ended is read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
-from otel_dflash.agent.recording import RecordingError, list_recordings
-from otel_dflash.views.render import new_table, print_uncut
-from otel_dflash.views.summary import Summary, summarise
+from otel_dflash.recording.delivery import read_delivery
+from otel_dflash.recording.directory import list_recordings, recording_bytes
+from otel_dflash.recording.overview import Overview, read_overview
+from otel_dflash.recording.run_info import RecordingError, read_info
+from otel_dflash.session_list import find_session
+from otel_dflash.views.service import unserved
+from otel_dflash.views.table import Table, styled
 from otel_dflash.views.units import duration, integer, size
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One recording. `problem` says why it can't be read; then the rest is what could be had."""
+    """One recording. If it cannot be read, `problem` says why, and only its name and place are set."""
 
     run: str
     directory: Path
@@ -26,12 +29,18 @@ class RunRow:
     workers: int = 0
     records: int = 0
     size_bytes: int = 0
-    state: str = ""  # what the recording says of its workers' ends
+    state: str = ""  # how its workers ended
     problem: str | None = None
+    unserved: str | None = None  # that no agent records it, although it has not ended
+
+
+def show(base: Path, console: Console) -> None:
+    """List the recordings, the newest first."""
+    render(list_runs(base), base, console)
 
 
 def list_runs(base: Path) -> list[RunRow]:
-    """Return the recordings below `base`, newest first, those that can't be read last. Reads all of them."""
+    """Return the recordings below `base`, the newest first, those that cannot be read last."""
     rows = [_row(directory) for directory in list_recordings(base)]
     return sorted(rows, key=lambda row: (row.problem is not None, -row.started_wall_ns, row.run))
 
@@ -39,43 +48,62 @@ def list_runs(base: Path) -> list[RunRow]:
 def render(rows: list[RunRow], base: Path, console: Console) -> None:
     """Print the list of what lies below `base`."""
     if not rows:
-        console.print(f"no recordings in {base}; record one: otel-dflash run -- python train.py", soft_wrap=True, highlight=False)
+        console.print(
+            styled(f"no recordings in {base}; record one: otel-dflash run -- python train.py"), soft_wrap=True
+        )
         return
-    table = new_table("<run", "<started (UTC)", "duration", "workers", "records", "size", "<state")
+    table = Table("<run", "<started (UTC)", "duration", "workers", "records", "size", "<state")
     for row in rows:
         if row.problem is None:
             started = datetime.fromtimestamp(row.started_wall_ns / 1e9, tz=timezone.utc)
-            numbers = (duration(row.duration_ns), integer(row.workers), integer(row.records), size(row.size_bytes))
-            table.add_row(Text(row.run, style="bold"), f"{started:%Y-%m-%d %H:%M:%S}", *numbers, row.state)
-    print_uncut(console, table)
+            table.add_row(
+                styled(row.run, style="bold"),
+                f"{started:%Y-%m-%d %H:%M:%S}",
+                duration(row.duration_ns),
+                integer(row.workers),
+                integer(row.records),
+                size(row.size_bytes),
+                row.state,
+            )
+    table.print(console)
     for row in rows:
+        if row.unserved is not None:
+            console.print(styled(f"{row.run}: {row.unserved}"), soft_wrap=not console.is_terminal)
         if row.problem is not None:
-            console.print(Text(f"not readable: {row.problem}"), soft_wrap=not console.is_terminal)
+            console.print(styled(f"not readable: {row.problem}"), soft_wrap=not console.is_terminal)
 
 
 def _row(directory: Path) -> RunRow:
+    # What commands take is the directory's name: another node of a run is `<run>@<node>`.
     try:
-        summary = summarise(directory)
+        info = read_info(directory)
+        overview = read_overview(directory)
+        size_bytes = recording_bytes(directory)
     except (RecordingError, OSError) as error:
         return RunRow(directory.name, directory, problem=str(error))
+    session = find_session(directory)
+    no_agent = unserved(session) if session else None
     return RunRow(
-        run=directory.name,  # which is what commands take: a further node of a run is `<run>@<node>`
+        run=directory.name,
         directory=directory,
-        started_wall_ns=summary.started_wall_ns,
-        duration_ns=summary.duration_ns,
-        workers=len(summary.workers),
-        records=summary.records,
-        size_bytes=summary.size_bytes,
-        state=_state(summary),
+        started_wall_ns=info.wall_ns(overview.first_ns) if overview.workers else info.anchor_wall_ns,
+        duration_ns=overview.last_ns - overview.first_ns,
+        workers=len(overview.workers),
+        records=overview.records,
+        size_bytes=size_bytes,
+        state=_state(overview, read_delivery(directory).undelivered) + (", no agent" if no_agent else ""),
+        unserved=no_agent,
     )
 
 
-def _state(summary: Summary) -> str:
-    if not summary.workers:
+def _state(overview: Overview, not_sent: dict[str, str]) -> str:
+    if not overview.workers:
         return "no workers"
-    going_on = sum(not worker.finished for worker in summary.workers)
-    killed = sum(worker.killed for worker in summary.workers)
-    parts = [f"{going_on} of {len(summary.workers)} not finished"] if going_on else ["finished"]
-    parts += [f"{killed} killed"] if killed else []
-    parts += [f"{' and '.join(summary.undelivered)} not sent"] if summary.undelivered else []
+    parts = ["finished"]
+    if overview.unfinished:
+        parts = [f"{overview.unfinished} of {len(overview.workers)} not finished"]
+    if overview.killed:
+        parts.append(f"{overview.killed} killed")
+    if not_sent:
+        parts.append(f"{' and '.join(not_sent)} not sent")
     return ", ".join(parts)

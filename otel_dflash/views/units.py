@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, with at most four digits that count."""
+"""Numbers as a person reads them, with three or four significant digits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def percent(share: float) -> str:
 
 
 def small_percent(share: float) -> str:
-    """Return a share that may be far below one percent, with two digits that count."""
+    """Return a share that may be far below one percent, with two significant digits."""
     return f"{100 * share:.2g} %" if share < 1 else f"{integer(round(100 * share))} %"
 
 
@@ -45,7 +45,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return three digits that count: 1.23, 12.3, 123."""
+    """Return three significant digits: 1.23, 12.3, 123."""
     for places in (2, 1, 0):
         text = f"{value:.{places}f}"
         if len(text.replace(".", "")) <= 3:

@@ -1,4 +1,5 @@
-"""What the agent costs: records/s into the recording, CPU per span beside the SDK's own tracer and exporter, memory.
+"""What the agent costs: records/s into the recording, CPU per span beside the SDK's own tracer and exporter,
+memory.
 
 Run: python tests/bench/bench_agent.py     (about two minutes)
 """
@@ -23,10 +24,12 @@ from timing import machine, table
 
 from otel_dflash import Telemetry
 from otel_dflash.agent.drain import Drain
-from otel_dflash.agent.loop import say
-from otel_dflash.agent.recording import RecordingReader, RecordingWriter, RunInfo, create_recording
-from otel_dflash.agent.span_sink import SpanSink
+from otel_dflash.agent.sinks.spans import SpanSink
 from otel_dflash.config import node_name
+from otel_dflash.console import log
+from otel_dflash.recording.reader import RecordingReader
+from otel_dflash.recording.run_info import RunInfo, create_recording
+from otel_dflash.recording.writer import RecordingWriter
 from otel_dflash.session import Session, create_session, remove_session
 
 WORKERS = 8
@@ -80,10 +83,17 @@ def record(session: Session, rounds: int) -> list[float]:
     """Fill the rings and take them to the recording, again and again; return records/s of each round."""
     telemetry = Telemetry(session)
     workers: list[object] = [telemetry.worker("target", index, gpu=index) for index in range(WORKERS)]
-    info = RunInfo(session.run_id, node_name(), session.anchor_wall_ns, session.anchor_mono_ns, session.anchor_wall_ns, "bench")
+    info = RunInfo(
+        session.run_id,
+        node_name(),
+        session.anchor_wall_ns,
+        session.anchor_mono_ns,
+        session.anchor_wall_ns,
+        "bench",
+    )
     create_recording(session.recording, info)
     writer = RecordingWriter(session.recording, 2 << 30)
-    drain = Drain(session, writer, say)
+    drain = Drain(session, writer, log, 10_000_000_000)
     drain.poll()
     rates = []
     for _ in range(rounds):
@@ -116,13 +126,28 @@ def sdk_cpu_us(exporter: SpanExporter, spans: int) -> float:
     processor = BatchSpanProcessor(exporter, max_queue_size=spans + 1)
     provider.add_span_processor(processor)
     tracer = provider.get_tracer("bench")
-    worker = {"dflash.worker.role": "target", "dflash.worker.id": "0", "dflash.gpu.index": 0, "dflash.clock.domain": "host"}
-    step_values = {**worker, "thread.id": 1, "thread.name": "main", "dflash.batch.tokens": 4096, "dflash.batch.loss_tokens": 2048}
+    worker = {
+        "dflash.worker.role": "target",
+        "dflash.worker.id": "0",
+        "dflash.gpu.index": 0,
+        "dflash.clock.domain": "host",
+    }
+    step_values = {
+        **worker,
+        "thread.id": 1,
+        "thread.name": "main",
+        "dflash.batch.tokens": 4096,
+        "dflash.batch.loss_tokens": 2048,
+    }
     cpu = time.process_time()
     for _ in range(spans // (1 + len(PHASES))):
-        with tracer.start_as_current_span("target.step", attributes={**step_values, "dflash.bucket.id": "512"}):
+        with tracer.start_as_current_span(
+            "target.step", attributes={**step_values, "dflash.bucket.id": "512"}
+        ):
             for name in PHASES:
-                with tracer.start_as_current_span(f"target.{name}", attributes={**worker, "dflash.worker.state": "busy"}):
+                with tracer.start_as_current_span(
+                    f"target.{name}", attributes={**worker, "dflash.worker.state": "busy"}
+                ):
                     pass
     provider.force_flush(120_000)
     spent = time.process_time() - cpu
@@ -131,13 +156,21 @@ def sdk_cpu_us(exporter: SpanExporter, spans: int) -> float:
 
 
 def resident_bytes(directory: Path, endpoint: str, seconds: float) -> tuple[int, int]:
-    """Return the largest resident memory of an agent that serves 8 workers at full speed and exports, and records/s."""
-    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_DFLASH_DIR": str(directory), "OTEL_DFLASH_RUN_ID": "rss"}
+    """Return the largest resident memory of an agent that serves 8 workers at full speed and exports, and
+    records/s."""
+    environment = {
+        **os.environ,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_DFLASH_DIR": str(directory),
+        "OTEL_DFLASH_RUN_ID": "rss",
+    }
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER.format(seconds=seconds)], env=environment)
     largest = 0
     agents: list[psutil.Process] = []
     while trainer.poll() is None or any(agent.is_running() for agent in agents):
-        agents = agents or [p for p in psutil.process_iter(["cmdline"]) if "rss-" in " ".join((p.info["cmdline"] or [])[-1:])]
+        agents = agents or [
+            p for p in psutil.process_iter(["cmdline"]) if "rss-" in " ".join((p.info["cmdline"] or [])[-1:])
+        ]
         for agent in agents:
             try:
                 largest = max(largest, agent.memory_info().rss)
@@ -166,10 +199,15 @@ def main() -> None:
         finally:
             remove_session(session)
         spread = f"{min(rates):,.0f} - {max(rates):,.0f}"
-        print(f"\ndrain into the recording: {sorted(rates)[len(rates) // 2]:,.0f} records/s ({spread}; bar: >= 200,000)")
+        print(
+            f"\ndrain into the recording: {sorted(rates)[len(rates) // 2]:,.0f} records/s ({spread}; "
+            "bar: >= 200,000)"
+        )
         spans = WORKERS * STEPS * (1 + len(PHASES)) * ROUNDS
         code = RECEIVER.format(tests=str(Path(__file__).parents[1]))
-        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver:
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as receiver:
             assert receiver.stdout
             grpc_endpoint, http_endpoint = receiver.stdout.readline().split()
             makers: dict[str, Callable[[], SpanExporter]] = {
@@ -177,10 +215,15 @@ def main() -> None:
                 "HTTP": lambda: HttpExporter(endpoint=f"{http_endpoint}/v1/traces"),
             }
             for protocol, make in makers.items():
-                samples: dict[str, list[float]] = {"SDK tracer and exporter": [], "replay and the same exporter": []}
+                samples: dict[str, list[float]] = {
+                    "SDK tracer and exporter": [],
+                    "replay and the same exporter": [],
+                }
                 for _ in range(3):
                     samples["SDK tracer and exporter"].append(sdk_cpu_us(make(), spans // ROUNDS))
-                    samples["replay and the same exporter"].append(replayed_cpu_us(directory / "bench", make()))
+                    samples["replay and the same exporter"].append(
+                        replayed_cpu_us(directory / "bench", make())
+                    )
                 table(
                     f"CPU per span, OTLP over {protocol}",
                     samples,
@@ -190,7 +233,8 @@ def main() -> None:
                 )
             rss, rate = resident_bytes(directory, grpc_endpoint, 10)
             print(
-                f"\nagent with 8 workers at full speed ({rate:,} records/s) and gRPC export: {rss / 1e6:.0f} MB resident (bar: <= 150 MB)"
+                f"\nagent with 8 workers at full speed ({rate:,} records/s) and gRPC export: "
+                f"{rss / 1e6:.0f} MB resident (bar: <= 150 MB)"
             )
             receiver.terminate()
 

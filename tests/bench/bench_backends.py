@@ -2,10 +2,11 @@
 
 Run: python tests/bench/bench_backends.py     (about a minute; the engines must be built: make engines)
 
-Jaeger gets spans as a collector sends them, compressed requests of up to 3 MB: one at a time while it keeps up, ten at a time behind an
-outage; and beside that an agent's own requests. It answers when they are stored, and is a new one for each way. Prometheus gets, every
-10 s of recorded time, a point of each series of 25 and of 125 nodes. CPU is what the kernel charged; memory is the largest resident set;
-disk is what Jaeger's files take once it has ended.
+Jaeger gets spans as a collector sends them, compressed requests of up to 3 MB: one at a time while it keeps
+up, ten at a time behind an outage; and beside that an agent's own requests. It answers when they are stored,
+and is a new one for each way. Prometheus gets, every 10 s of recorded time, a point of each series of 25 and
+of 125 nodes. CPU is what the kernel charged; memory is the largest resident set; disk is what Jaeger's files
+take once it has ended.
 """
 
 from __future__ import annotations
@@ -52,9 +53,14 @@ def batches(requests: list[bytes]) -> list[bytes]:
     return found
 
 
-def post(port: str, path: str, requests: list[bytes], senders: int, meter: Meter, compressed: bool = True) -> float:
+def post(
+    port: str, path: str, requests: list[bytes], senders: int, meter: Meter, compressed: bool = True
+) -> float:
     """Send each request once, so many at a time; return the seconds until the last answer."""
-    headers = {"Content-Type": "application/x-protobuf", **({"Content-Encoding": "gzip"} if compressed else {})}
+    headers = {
+        "Content-Type": "application/x-protobuf",
+        **({"Content-Encoding": "gzip"} if compressed else {}),
+    }
     waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     failures = []
     for request in requests:
@@ -81,7 +87,8 @@ def post(port: str, path: str, requests: list[bytes], senders: int, meter: Meter
 
 
 def measure_jaeger(directory: Path, requests: list[bytes]) -> None:
-    """Print what a span costs Jaeger: CPU, time, memory and disk. None is sent twice to one Jaeger: Badger would keep one of them."""
+    """Print what a span costs Jaeger: CPU, time, memory and disk. None is sent twice to one Jaeger: Badger
+    would keep one of them."""
     samples: dict[str, list[float]] = {}
     notes: dict[str, str] = {}
     large = batches(requests)
@@ -97,10 +104,15 @@ def measure_jaeger(directory: Path, requests: list[bytes]) -> None:
             for turn in range(ROUNDS):
                 share = bodies[turn * count : (turn + 1) * count]
                 meter, spans = Meter({"jaeger": jaeger}), spans_in(share)
-                rates.append(spans / post(jaeger.values["JAEGER_HTTP_PORT"], "/v1/traces", share, senders, whole, compressed))
+                rates.append(
+                    spans
+                    / post(jaeger.values["JAEGER_HTTP_PORT"], "/v1/traces", share, senders, whole, compressed)
+                )
                 samples.setdefault(variant, []).append(meter.spent_s()["jaeger"] / spans * 1e6)
             jaeger.end(signal.SIGTERM)
-            disk_bytes = sum(path.stat().st_blocks * 512 for path in Path(jaeger.values["storage"]).rglob("*"))
+            disk_bytes = sum(
+                path.stat().st_blocks * 512 for path in Path(jaeger.values["storage"]).rglob("*")
+            )
         per_span = disk_bytes / spans_in(bodies[: ROUNDS * count])
         notes[variant] = (
             f"{statistics.median(rates):,.0f} spans/s ({min(rates):,.0f} - {max(rates):,.0f}), "
@@ -110,7 +122,8 @@ def measure_jaeger(directory: Path, requests: list[bytes]) -> None:
 
 
 def points_at(request: ExportMetricsServiceRequest, began_ns: int, time_ns: int) -> bytes:
-    """Return the request with all its points at that time, counted since `began_ns`, and each grown by one."""
+    """Return the request with all its points at that time, counted since `began_ns`, and each grown by
+    one."""
     for resource in request.resource_metrics:
         for scope in resource.scope_metrics:
             for metric in scope.metrics:
@@ -163,7 +176,10 @@ def measure_prometheus(directory: Path, request: bytes) -> None:
             samples.setdefault(f"{nodes} nodes", []).append(round_meter.spent_s()["prometheus"] / taken * 1e6)
         resident_bytes = meter.resident_bytes["prometheus"]
     table("Prometheus: CPU per sample", samples, f"{max(NODES)} nodes", {}, "us")
-    print(f"{resident_bytes / 1e6:.0f} MB resident, {(resident_bytes - before_bytes) / series / 1e3:.1f} kB a series")
+    print(
+        f"{resident_bytes / 1e6:.0f} MB resident, {(resident_bytes - before_bytes) / series / 1e3:.1f} "
+        "kB a series"
+    )
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""What a collector costs per span, by tier and by how many nodes send to it: one recording, replayed as 1, 4, 16 and 64 nodes at once.
+"""What a collector costs per span, by tier and by how many nodes send to it: one recording, replayed as 1, 4,
+16 and 64 nodes at once.
 
 Run: python tests/bench/bench_nodes.py     (about four minutes; the engines must be built: make engines)
 
-The nodes send the same spans, each under a name of its own and one request at a time, in the very requests of an agent: 128 of them from
-one node, 32 from each of several. CPU is what the kernel charged the collector from the first request until the last span has left it;
-memory is its largest resident set in the first round, as the nodes become more. The sink counts spans and keeps none.
+The nodes send the same spans, each under a name of its own and one request at a time, in the very requests of
+an agent: 128 of them from one node, 32 from each of several. CPU is what the kernel charged the collector
+from the first request until the last span has left it; memory is its largest resident set in the first round,
+as the nodes become more. The sink counts spans and keeps none.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from otel_dflash.stack.engines import ENGINES, find
 from otel_dflash.stack.services import SERVICES, Service
 from tests.stack.conftest import Started
 from tests.stack.kafka_broker import KafkaBroker
+from tests.stack.kafka_build import KAFKA
 from tests.stack.nodes import GATEWAY, KAFKA_GATEWAY, KAFKA_NODE
 
 NODES = (1, 4, 16, 64)
@@ -127,7 +130,11 @@ class Meter:
     """CPU and memory of collectors over a round."""
 
     def __init__(self, collectors: dict[str, Started]) -> None:
-        self._processes = {name: psutil.Process(collector.process.pid) for name, collector in collectors.items() if collector.process}
+        self._processes = {
+            name: psutil.Process(collector.process.pid)
+            for name, collector in collectors.items()
+            if collector.process
+        }
         self._before = {name: self._cpu_s(process) for name, process in self._processes.items()}
         self.resident_bytes = dict.fromkeys(self._processes, 0)
 
@@ -156,7 +163,8 @@ class Meter:
 
 
 def captured(directory: Path, rounds: int) -> dict[str, list[bytes]]:
-    """Record a run of 8 workers with 32,000 spans a round; return what a replay of it sends, from the node NAME: OTLP requests by path."""
+    """Record a run of 8 workers with 32,000 spans a round; return what a replay of it sends, from the node
+    NAME: OTLP requests by path."""
     os.environ["OTEL_DFLASH_NODE"] = NAME
     session = create_session("bench", directory)
     try:
@@ -176,8 +184,20 @@ def captured(directory: Path, rounds: int) -> dict[str, list[bytes]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Keep) as server:
         threading.Thread(target=server.serve_forever).start()
-        command = [sys.executable, "-m", "otel_dflash", "replay", str(session.recording), "--protocol", "http/protobuf"]
-        subprocess.run([*command, "--endpoint", f"http://127.0.0.1:{server.server_port}"], check=True, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "otel_dflash",
+            "replay",
+            str(session.recording),
+            "--protocol",
+            "http/protobuf",
+        ]
+        subprocess.run(
+            [*command, "--endpoint", f"http://127.0.0.1:{server.server_port}"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         server.shutdown()
     assert all(NAME.encode() in request for requests in found.values() for request in requests)
     return found
@@ -186,7 +206,12 @@ def captured(directory: Path, rounds: int) -> dict[str, list[bytes]]:
 def spans_in(requests: list[bytes]) -> int:
     """Return how many spans the requests hold."""
     parsed = map(ExportTraceServiceRequest.FromString, requests)
-    return sum(len(scope.spans) for request in parsed for resource in request.resource_spans for scope in resource.scope_spans)
+    return sum(
+        len(scope.spans)
+        for request in parsed
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+    )
 
 
 def send(port: str, requests: list[bytes], nodes: int, meter: Meter) -> None:
@@ -208,7 +233,9 @@ def send(port: str, requests: list[bytes], nodes: int, meter: Meter) -> None:
     assert not failures, failures
 
 
-def measure(title: str, entry: Started, collectors: dict[str, Started], sink: Sink, requests: list[bytes]) -> None:
+def measure(
+    title: str, entry: Started, collectors: dict[str, Started], sink: Sink, requests: list[bytes]
+) -> None:
     """Print CPU per span and memory of each collector on the way from `entry` to the sink."""
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in collectors}
     resident: dict[str, dict[str, int]] = {name: {} for name in collectors}
@@ -218,11 +245,15 @@ def measure(title: str, entry: Started, collectors: dict[str, Started], sink: Si
         share = requests[: max(REQUESTS // nodes, REQUESTS_PER_NODE_MIN)]
         meter = one_round(entry, collectors, sink, share, nodes)
         for name, spent_s in meter.spent_s().items():
-            resident[name].setdefault(variant, meter.resident_bytes[name])  # later, one node would be charged what 64 took
+            # later, one node would be charged what 64 took
+            resident[name].setdefault(variant, meter.resident_bytes[name])
             samples[name].setdefault(variant, []).append(spent_s / (nodes * spans_in(share)) * 1e6)
     for name, variants in samples.items():
         notes = {
-            variant: f"{1e6 / (sum(values) / len(values)):,.0f} spans/s per core, {resident[name][variant] / 1e6:.0f} MB"
+            variant: (
+                f"{1e6 / (sum(values) / len(values)):,.0f} spans/s per core, "
+                f"{resident[name][variant] / 1e6:.0f} MB"
+            )
             for variant, values in variants.items()
         }
         table(f"{title}: CPU per span of {name}", variants, "1 node", notes, "us")
@@ -233,7 +264,9 @@ def pace(entry: Started, requests: list[bytes]) -> None:
     meter = Meter({"collector": entry})
     spans = 0
     began_s = time.monotonic()
-    with closing(http.client.HTTPConnection("127.0.0.1", int(entry.values["OTELCOL_HTTP_PORT"]))) as connection:
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", int(entry.values["OTELCOL_HTTP_PORT"]))
+    ) as connection:
         for request in (requests * PACED_REQUESTS)[:PACED_REQUESTS]:
             connection.request("POST", "/v1/traces", request, {"Content-Type": "application/x-protobuf"})
             answer = connection.getresponse()
@@ -243,10 +276,15 @@ def pace(entry: Started, requests: list[bytes]) -> None:
             time.sleep(max(0.0, spans / PACE - (time.monotonic() - began_s)))
             meter.look()
     rate = spans / (time.monotonic() - began_s)
-    print(f"\n{entry.service.name} at {rate:,.0f} spans/s as they come: {meter.resident_bytes['collector'] / 1e6:.0f} MB")
+    print(
+        f"\n{entry.service.name} at {rate:,.0f} spans/s as they come: "
+        f"{meter.resident_bytes['collector'] / 1e6:.0f} MB"
+    )
 
 
-def one_round(entry: Started, collectors: dict[str, Started], sink: Sink, requests: list[bytes], nodes: int) -> Meter:
+def one_round(
+    entry: Started, collectors: dict[str, Started], sink: Sink, requests: list[bytes], nodes: int
+) -> Meter:
     """Send all of the requests from each node, and wait until all spans came; return what that took."""
     wanted = sink.spans() + nodes * spans_in(requests)
     meter = Meter(collectors)
@@ -282,27 +320,36 @@ def main() -> None:
         assert len(requests) == REQUESTS, len(requests)
         spans = spans_in(requests)
         per_span = sum(map(len, requests)) / spans
-        print(f"{spans:,} spans of one node in {len(requests)} requests, {per_span:.0f} bytes a span as the agent sends it")
+        print(
+            f"{spans:,} spans of one node in {len(requests)} requests, {per_span:.0f} bytes a span as "
+            "the agent sends it"
+        )
         sink = Sink()
         entered.callback(sink.close)
         to_sink = {"OTELCOL_TRACES_ENDPOINT": sink.http, "OTELCOL_METRICS_ENDPOINT": sink.http}
         with started(directory, "node", SERVICES["otelcol"], **to_sink) as node:
             pace(node, requests)
             measure("node tier, otelcol.yaml", node, {"otelcol": node}, sink, requests)
-            print(f"{sink.http_bytes() / sink.spans():.0f} bytes a span as the collector sends it, compressed")
+            print(
+                f"{sink.http_bytes() / sink.spans():.0f} bytes a span as the collector sends it, compressed"
+            )
         backends = {"GATEWAY_BACKENDS": sink.grpc, "OTELCOL_METRICS_ENDPOINT": sink.http}
         with started(directory, "gateway", GATEWAY, **backends) as gateway:
             pace(gateway, requests)
             measure("cluster tier, gateway.yaml", gateway, {"otelcol": gateway}, sink, requests)
-        if find(ENGINES["kafka"]) is None:
+        if find(KAFKA) is None:
             print("\nkafka is not built here; build it: make engines")
             return
         kafka = entered.enter_context(KafkaBroker(directory / "kafka"))
         with (
-            started(directory, "kafka-gateway", KAFKA_GATEWAY, KAFKA_BROKERS=kafka.brokers, **to_sink) as gateway,
+            started(
+                directory, "kafka-gateway", KAFKA_GATEWAY, KAFKA_BROKERS=kafka.brokers, **to_sink
+            ) as gateway,
             started(directory, "kafka-node", KAFKA_NODE, KAFKA_BROKERS=kafka.brokers) as node,
         ):
-            measure("over Kafka", node, {"kafka-node.yaml": node, "kafka-gateway.yaml": gateway}, sink, requests)
+            measure(
+                "over Kafka", node, {"kafka-node.yaml": node, "kafka-gateway.yaml": gateway}, sink, requests
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What the hot path costs: the shipped phase, step and queue hand-over beside two clock reads and beside the OTel SDK.
+"""What the hot path costs: the shipped phase, step and queue hand-over beside two clock reads and beside the
+OTel SDK.
 
-Run: python tests/bench/bench_phase.py     (about a minute; quote the ratios, not the ns: machines differ and are noisy)
+Run: python tests/bench/bench_phase.py     (about a minute; quote the ratios, not the ns: machines differ and
+are noisy)
 """
 
 from __future__ import annotations
@@ -21,8 +23,15 @@ from opentelemetry.trace import Tracer
 from timing import machine, per_call_ns, table
 
 from otel_dflash import Telemetry, Worker
-from otel_dflash.agent.drain import RingReader
-from otel_dflash.session import DETAIL_OFF, DETAIL_PHASES, Session, create_session, map_control, remove_session
+from otel_dflash.agent.ring_reader import RingReader
+from otel_dflash.session import (
+    DETAIL_OFF,
+    DETAIL_PHASES,
+    Session,
+    create_session,
+    map_control,
+    remove_session,
+)
 
 PHASES = 4000  # a burst; its records fit the ring
 PHASES_PER_THREAD = 14000  # longer, so that starting the threads does not count
@@ -50,6 +59,7 @@ class Recorder:
         taken = 0
         for path in self._session.path.glob("ring-*"):
             reader = self._readers.get(path) or self._readers.setdefault(path, RingReader(path))
+            reader.look(over=True)  # nobody writes meanwhile
             while len(records := reader.published()):
                 reader.advance(records)
                 taken += len(records)
@@ -104,7 +114,8 @@ def handovers(worker: Worker, items: queue.Queue[object]) -> int:
 
 
 def in_threads(bursts: list[Callable[[], int]]) -> int:
-    """Bursts in as many threads at once; wall time over all calls: with one GIL, equal to one thread's if nothing is lost."""
+    """Bursts in as many threads at once; wall time over all calls: with one GIL, equal to one thread's if
+    nothing is lost."""
     calls: list[int] = []
     threads = [threading.Thread(target=lambda burst=burst: calls.append(burst())) for burst in bursts]
     for thread in threads:
@@ -176,25 +187,38 @@ def measure(recorder: Recorder) -> None:
         "step with three attributes": lambda: steps_with_values(one),
         "queue.Queue put and get": lambda: handovers(one, plain),
         "queue.Queue put and get, wrapped": lambda: handovers(one, wrapped),
-        f"two clock reads, {THREADS} threads": lambda: in_threads([partial(clock_reads, PHASES_PER_THREAD)] * THREADS),
-        f"phase, {THREADS} threads": lambda: in_threads([partial(phases, worker, PHASES_PER_THREAD) for worker in many]),
+        f"two clock reads, {THREADS} threads": lambda: in_threads(
+            [partial(clock_reads, PHASES_PER_THREAD)] * THREADS
+        ),
+        f"phase, {THREADS} threads": lambda: in_threads(
+            [partial(phases, worker, PHASES_PER_THREAD) for worker in many]
+        ),
         "SDK start_as_current_span": lambda: sdk_spans(tracer),
-        f"SDK start_as_current_span, {THREADS} threads": lambda: in_threads([partial(sdk_spans, tracer)] * THREADS),
+        f"SDK start_as_current_span, {THREADS} threads": lambda: in_threads(
+            [partial(sdk_spans, tracer)] * THREADS
+        ),
         "phase, Telemetry() without start": lambda: phases(Telemetry().worker("target", 0)),
     }
     samples = per_call_ns(variants, before=recorder.drain)
     loop = median(samples["empty loop"])
-    net = {name: [value - loop for value in values] for name, values in samples.items() if name != "empty loop"}
+    net = {
+        name: [value - loop for value in values] for name, values in samples.items() if name != "empty loop"
+    }
     print(machine())
     table("Hot path, loop subtracted", net, "two clock reads", {"phase": "<= 8"})
     for threads in ("", f", {THREADS} threads"):
-        phase, clocks, span = (median(net[f"{name}{threads}"]) for name in ("phase", "two clock reads", "SDK start_as_current_span"))
+        phase, clocks, span = (
+            median(net[f"{name}{threads}"])
+            for name in ("phase", "two clock reads", "SDK start_as_current_span")
+        )
         print(
-            f"phase{threads}: {phase / clocks:.1f} x two clock reads (bar: <= 8), a span of the SDK costs {span / phase:.0f} (bar: >= 25)"
+            f"phase{threads}: {phase / clocks:.1f} x two clock reads (bar: <= 8), a span of the SDK "
+            f"costs {span / phase:.0f} (bar: >= 25)"
         )
     handover = median(net["queue.Queue put and get, wrapped"]) - median(net["queue.Queue put and get"])
     print(
-        f"a context across a queue adds {handover:.0f} ns to put and get: {handover / median(net['two clock reads']):.1f} x two clock reads"
+        f"a context across a queue adds {handover:.0f} ns to put and get: "
+        f"{handover / median(net['two clock reads']):.1f} x two clock reads"
     )
     size, objects = kept(one)
     print(f"kept per phase: {size:.2f} bytes, {objects:.2f} GC-tracked objects (bar: 0 and 0)")

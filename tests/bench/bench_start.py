@@ -1,4 +1,5 @@
-"""What a trainer pays once: `import otel_dflash` and `start()`, beside importing the SDK that a tracer of its own would need.
+"""What a trainer pays once: `import otel_dflash` and `start()`, beside importing the SDK that a tracer of its
+own would need.
 
 Run: python tests/bench/bench_start.py     (a few seconds)
 """
@@ -41,16 +42,26 @@ def main() -> None:
     with TemporaryDirectory() as name:
         session = create_session("bench", Path(name))
         register_process(session)
-        environment = {**os.environ, "OTEL_DFLASH_SESSION": str(session.path), "OTEL_DFLASH_DIR": name, "OTEL_DFLASH_AGENT": "true"}
+        environment = {
+            **os.environ,
+            "OTEL_DFLASH_SESSION": str(session.path),
+            "OTEL_DFLASH_DIR": name,
+            "OTEL_DFLASH_AGENT": "true",
+        }
         try:
             for _ in range(ROUNDS):
                 for variant, code in VARIANTS.items():
                     command = [sys.executable, "-c", CHILD.format(code=code)]
-                    samples[variant].append(float(subprocess.check_output(command, env=environment, text=True)))
+                    samples[variant].append(
+                        float(subprocess.check_output(command, env=environment, text=True))
+                    )
         finally:
             remove_session(session)
     print(machine())
-    bars = {"import and start(), joining `otel-dflash run`": "<= 30", "import and start(), which launches the agent": "<= 30 besides it"}
+    bars = {
+        "import and start(), joining `otel-dflash run`": "<= 30",
+        "import and start(), which launches the agent": "<= 30 besides it",
+    }
     table("Start of a trainer", samples, "import otel_dflash", bars, "ms")
     joined = statistics.median(samples["import and start(), joining `otel-dflash run`"])
     print(f"import and start() take {joined:.1f} ms (bar: <= 30)")

@@ -1,4 +1,5 @@
-"""Timing shared by the benches: variants interleaved round by round, medians and spread, the baseline in the same run."""
+"""Timing shared by the benches: variants interleaved round by round, medians and spread, the baseline in the
+same run."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ ROUNDS = 15
 
 
 def per_call_ns(
-    variants: Mapping[str, Callable[[], int]], before: Callable[[], object] = lambda: None, rounds: int = ROUNDS
+    variants: Mapping[str, Callable[[], int]],
+    before: Callable[[], object] = lambda: None,
+    rounds: int = ROUNDS,
 ) -> dict[str, list[float]]:
     """Return ns per call of each variant and round. A variant runs one burst and returns its number of calls.
 
-    `before` runs before each burst and is not timed. Garbage collection is off meanwhile: one variant must not pay for another.
+    `before` runs before each burst and is not timed. Garbage collection is off meanwhile: one variant must
+    not pay for another.
     """
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
@@ -35,7 +39,9 @@ def per_call_ns(
     return samples
 
 
-def table(title: str, samples: Mapping[str, list[float]], baseline: str, bars: Mapping[str, str], unit: str = "ns") -> None:
+def table(
+    title: str, samples: Mapping[str, list[float]], baseline: str, bars: Mapping[str, str], unit: str = "ns"
+) -> None:
     """Print median, spread and ratio to the baseline of each variant, and the bar it is held to."""
     print(f"\n{title}")
     print(f"{'variant':44} {'median ' + unit:>11} {'min - max':>19} {'/ ' + baseline:>22}  bar")
@@ -48,4 +54,7 @@ def table(title: str, samples: Mapping[str, list[float]], baseline: str, bars: M
 
 def machine() -> str:
     """Return one line that says where the numbers come from."""
-    return f"Python {sys.version.split()[0]}, {platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
+    return (
+        f"Python {sys.version.split()[0]}, {platform.machine()}, {os.cpu_count()} CPUs, Linux "
+        f"{platform.release()}"
+    )

@@ -17,11 +17,14 @@ import pytest
 from otel_dflash.stack.engines import ENGINES, collector_directory, find
 from otel_dflash.stack.native import NAMES
 from otel_dflash.stack.services import SERVICES, Service, launch, wait_healthy
+from tests.stack.kafka_build import KAFKA
 
 if TYPE_CHECKING:
     from tests.stack.host import Host
 
 DEADLINE_S = 60.0
+BUILT: Final = {**ENGINES, KAFKA.name: KAFKA}
+"""What `make engines` builds: the shipped engines, and Kafka for its tests."""
 NOWHERE: Final = "http://127.0.0.1:1"
 """Where nobody listens: what a test does not look at must not reach an engine that happens to run here."""
 READ: Final = re.compile(r"\$\{env:(\w+)(?::-([^}]*))?\}")
@@ -91,15 +94,20 @@ class Stack:
         self._directory = directory
         self._started: list[Started] = []
 
-    def prepare(self, name: str, directory: str = "", service: Service | None = None, **variables: str) -> Started:
-        """Return a service with ports of its own that is not started yet; `directory` tells two of one name apart."""
+    def prepare(
+        self, name: str, directory: str = "", service: Service | None = None, **variables: str
+    ) -> Started:
+        """Return a service with ports of its own that is not started yet; `directory` tells two of one name
+        apart."""
         service = service or SERVICES[name]
         need_engine(service.engine.name)
         started = Started(service, self._directory / (directory or "stack"), variables)
         self._started.append(started)
         return started
 
-    def start(self, name: str, directory: str = "", service: Service | None = None, **variables: str) -> Started:
+    def start(
+        self, name: str, directory: str = "", service: Service | None = None, **variables: str
+    ) -> Started:
         """Return a healthy service."""
         return self.prepare(name, directory, service, **variables).start()
 
@@ -147,19 +155,26 @@ def planted(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def configured(name: str, *laid_over: str) -> Service:
-    """Return a collector with another file of collector/ than otelcol.yaml, or with more than one; its variables are what they read."""
+    """Return a collector with another file of collector/ than otelcol.yaml, or with more than one; its
+    variables are what they read."""
     node = SERVICES["otelcol"]
     files = [f"{file}.yaml" for file in (name, *laid_over)]
-    variables = {name: default for file in files for name, default in READ.findall((collector_directory() / file).read_text())}
+    variables = {
+        name: default
+        for file in files
+        for name, default in READ.findall((collector_directory() / file).read_text())
+    }
     arguments = tuple(f"--config={{config}}/{file}" for file in files)
-    return Service(name, node.engine, arguments, {**variables, "OTELCOL_STORAGE": "{storage}"}, node.health, {})
+    return Service(
+        name, node.engine, arguments, {**variables, "OTELCOL_STORAGE": "{storage}"}, node.health, {}
+    )
 
 
 def need_engine(name: str) -> Path:
     """Return the path of a built engine; without it the test is skipped, and with CI=true it fails."""
-    path = find(ENGINES[name])
+    path = find(BUILT[name])
     if path is None:
-        remedy = f"{name} {ENGINES[name].version} is not built here; build it: make engines"
+        remedy = f"{name} {BUILT[name].version} is not built here; build it: make engines"
         if os.environ.get("CI") == "true":
             pytest.fail(remedy)
         pytest.skip(remedy)
@@ -167,7 +182,8 @@ def need_engine(name: str) -> Path:
 
 
 def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
-    """Have a process killed when this one ends, however it ends: an engine has a session of its own, and would outlive a killed test run.
+    """Have a process killed when this one ends, however it ends: an engine has a session of its own, and
+    would outlive a killed test run.
 
     Return the guard; it ends with either of them.
     """

@@ -30,9 +30,13 @@ class Grafana(Prometheus):
     def range(self, query: str, seconds: float) -> list[Series]:
         """Return each series over the last `seconds`."""
         now = time.time()
-        found = self._get("query_range", {"query": query, "start": now - seconds, "end": now, "step": 1})["result"]
+        found = self._get("query_range", {"query": query, "start": now - seconds, "end": now, "step": 1})[
+            "result"
+        ]
         numbers = ((item["metric"], [float(value) for _, value in item["values"]]) for item in found)
-        series = ((labels, [value for value in values if not math.isnan(value)]) for labels, values in numbers)
+        series = (
+            (labels, [value for value in values if not math.isnan(value)]) for labels, values in numbers
+        )
         return [(labels, values) for labels, values in series if values]
 
     def variable(self, query: str, variables: Mapping[str, str]) -> list[str]:

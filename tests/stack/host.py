@@ -1,4 +1,5 @@
-"""A user's host for the tests of `otel-dflash stack`: a state directory and ports of its own, and no Docker."""
+"""A user's host for the tests of `otel-dflash stack`: a state directory and ports of its own, and no
+Docker."""
 
 from __future__ import annotations
 

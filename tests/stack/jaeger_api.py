@@ -23,7 +23,8 @@ _WARNINGS = "@jaeger@warnings"
 
 
 class Jaeger:
-    """One Jaeger by the URL of its query port. Two APIs: v3 answers whole spans, the one of the UI (/api) also searches by attribute."""
+    """One Jaeger by the URL of its query port. Two APIs: v3 answers whole spans, the one of the UI (/api)
+    also searches by attribute."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -44,22 +45,41 @@ class Jaeger:
         return sorted(self.get("/api/v3/services")["services"])
 
     def operations(self, service: str) -> list[str]:
-        return sorted(operation["name"] for operation in self.get("/api/v3/operations", service=service)["operations"])
+        return sorted(
+            operation["name"] for operation in self.get("/api/v3/operations", service=service)["operations"]
+        )
 
     def trace(self, trace_id: str) -> list[Span]:
         return _spans(self.get(f"/api/v3/traces/{trace_id}"))
 
     def spans(self, service: str, **query: Any) -> list[Span]:
-        """Return all spans of the traces in which `service` has one; `query` is of API v3, such as operation_name, duration_min."""
+        """Return all spans of the traces in which `service` has one; `query` is of API v3, such as
+        operation_name, duration_min."""
         return _spans(self._find(service, query))
 
     def span_ids(self, services: Iterable[str]) -> set[str]:
-        """Return the ids of all spans of the traces in which one of `services` has one; much cheaper than `spans`."""
-        found = [resource for service in services for resource in self._find(service, {})["result"]["resourceSpans"]]
-        return {span["spanId"] for resource in found for scope in resource["scopeSpans"] for span in scope.get("spans", ())}
+        """Return the ids of all spans of the traces in which one of `services` has one; much cheaper than
+        `spans`."""
+        found = [
+            resource
+            for service in services
+            for resource in self._find(service, {})["result"]["resourceSpans"]
+        ]
+        return {
+            span["spanId"]
+            for resource in found
+            for scope in resource["scopeSpans"]
+            for span in scope.get("spans", ())
+        }
 
     def _find(self, service: str, query: dict[str, Any]) -> Any:
-        wanted = {"service_name": service, "start_time_min": _EPOCH, "start_time_max": _FAR, "num_traces": _TRACES_MAX, **query}
+        wanted = {
+            "service_name": service,
+            "start_time_min": _EPOCH,
+            "start_time_max": _FAR,
+            "num_traces": _TRACES_MAX,
+            **query,
+        }
         try:
             return self.get("/api/v3/traces", **{f"query.{name}": value for name, value in wanted.items()})
         except HTTPError as error:
@@ -77,7 +97,8 @@ class Jaeger:
         return found
 
     def warnings(self, service: str) -> dict[str, list[str]]:
-        """Return what Jaeger has to say about spans in the traces of a service, by both APIs: name of the span -> texts."""
+        """Return what Jaeger has to say about spans in the traces of a service, by both APIs: name of the
+        span -> texts."""
         found: dict[str, list[str]] = {}
         for trace in self.search(service):
             for span in trace["spans"]:
@@ -90,7 +111,8 @@ class Jaeger:
 
 
 def _spans(answer: dict[str, Any]) -> list[Span]:
-    """Return the spans of an answer of API v3: OTLP's JSON, in which ids are hex where protobuf's JSON has base64."""
+    """Return the spans of an answer of API v3: OTLP's JSON, in which ids are hex where protobuf's JSON has
+    base64."""
     request = trace_service_pb2.ExportTraceServiceRequest()
     json_format.ParseDict(_with_base64_ids(answer["result"]), request)
     return spans_of(request)
@@ -101,6 +123,7 @@ def _with_base64_ids(node: Any) -> Any:
         return [_with_base64_ids(item) for item in node]
     if isinstance(node, dict):
         return {
-            key: base64.b64encode(bytes.fromhex(value)).decode() if key in _IDS else _with_base64_ids(value) for key, value in node.items()
+            key: base64.b64encode(bytes.fromhex(value)).decode() if key in _IDS else _with_base64_ids(value)
+            for key, value in node.items()
         }
     return node

@@ -1,4 +1,5 @@
-"""A real Apache Kafka for tests: one broker in KRaft mode, run from its jars with Java, on loopback and free ports."""
+"""A real Apache Kafka for tests: one broker in KRaft mode, run from its jars with Java, on loopback and free
+ports."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from otel_dflash.stack.engines import ENGINES
 from tests.stack.conftest import end_with_this_process, free_ports, need_engine
 
 START_S = 60.0
@@ -40,16 +40,22 @@ class KafkaBroker:
     """Context manager. It can be killed and started again at the same place."""
 
     def __init__(self, directory: Path) -> None:
-        self._libraries = need_engine(ENGINES["kafka"].name)
+        self._libraries = need_engine("kafka")
         if shutil.which("java") is None:
-            pytest.fail("Kafka needs java") if os.environ.get("CI") == "true" else pytest.skip("Kafka needs java: install a runtime >= 17")
+            pytest.fail("Kafka needs java") if os.environ.get("CI") == "true" else pytest.skip(
+                "Kafka needs java: install a runtime >= 17"
+            )
         self.port, controller = free_ports(2)
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True)
         self._properties = directory / "server.properties"
-        self._properties.write_text(PROPERTIES.format(port=self.port, controller=controller, logs=directory / "logs"))
-        self._run("kafka.tools.StorageTool", "format", "--cluster-id", CLUSTER_ID, "--config", str(self._properties)).wait(START_S)
+        self._properties.write_text(
+            PROPERTIES.format(port=self.port, controller=controller, logs=directory / "logs")
+        )
+        self._run(
+            "kafka.tools.StorageTool", "format", "--cluster-id", CLUSTER_ID, "--config", str(self._properties)
+        ).wait(START_S)
 
     @property
     def brokers(self) -> str:
@@ -94,7 +100,12 @@ class KafkaBroker:
             return False
 
     def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        options = ("-Xms64m", "-Xmx384m", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn")
+        options = (
+            "-Xms64m",
+            "-Xmx384m",
+            "-XX:TieredStopAtLevel=1",
+            "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+        )
         with (self._directory / "kafka.log").open("ab") as log:
             return subprocess.Popen(
                 ["java", *options, "-cp", f"{self._libraries}/*", program, *arguments],

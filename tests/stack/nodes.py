@@ -1,4 +1,5 @@
-"""A cluster on one host, for tests: the services of the cluster tier, and a run of two nodes, each with an agent of its own."""
+"""A cluster on one host, for tests: the services of the cluster tier, and a run of two nodes, each with an
+agent of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from otel_dflash.agent.recording import list_recordings
+from otel_dflash.recording.directory import list_recordings
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.processes import clean_environment
 from tests.running import DEADLINE_S, poll
@@ -30,7 +31,8 @@ TIERS: Final = {tier.name: tier for tier in (GATEWAY, TAIL_SAMPLING, KAFKA_NODE,
 
 
 class TwoNodes:
-    """A run of split_trainer.py with the targets on node-a and the drafters on node-b, recorded side by side. Context manager."""
+    """A run of split_trainer.py with the targets on node-a and the drafters on node-b, recorded side by side.
+    Context manager."""
 
     def __init__(self, directory: Path, run: str = "night-7") -> None:
         self.runs = directory / "runs"
@@ -45,19 +47,32 @@ class TwoNodes:
         self._start("node-a", endpoints["node-a"], "target", port)
 
     def finish(self) -> list[tuple[int, list[int]]]:
-        """Let the run end and the agents deliver all; return (drafter step, the target steps whose items it took)."""
+        """Let the run end and the agents deliver all; return (drafter step, the target steps whose items it
+        took)."""
         drafters, targets = self._trainers
         assert targets.communicate(timeout=DEADLINE_S)[1] == ""
         taken, said = drafters.communicate(timeout=DEADLINE_S)
         assert (drafters.returncode, targets.returncode, said) == (0, 0, "")
-        poll(lambda: all(self._delivery(path) for path in list_recordings(self.runs)) and len(list_recordings(self.runs)) == 2)
-        assert [self._delivery(path)["spans"]["delivered"] for path in list_recordings(self.runs)] == [True, True]
+        poll(
+            lambda: (
+                all(self._delivery(path) for path in list_recordings(self.runs))
+                and len(list_recordings(self.runs)) == 2
+            )
+        )
+        assert [self._delivery(path)["spans"]["delivered"] for path in list_recordings(self.runs)] == [
+            True,
+            True,
+        ]
         return [(step, items) for step, items in json.loads(taken)]
 
     def await_delivery(self) -> None:
         """Wait until both nodes' collectors took more spans from their agents, about a second's."""
         before = self._positions()
-        poll(lambda: all(now > then + DELIVERED_FRAMES for now, then in zip(self._positions(), before, strict=True)))
+        poll(
+            lambda: all(
+                now > then + DELIVERED_FRAMES for now, then in zip(self._positions(), before, strict=True)
+            )
+        )
 
     def spans(self) -> list[Span]:
         """Return all spans of both recordings, as a replay of them sends them."""
@@ -65,7 +80,9 @@ class TwoNodes:
             for path in list_recordings(self.runs):
                 command = [sys.executable, "-m", "otel_dflash", "replay", str(path)]
                 replayed = self._environment("", receiver.grpc_endpoint, protocol="grpc")
-                subprocess.run(command, env=replayed, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
+                subprocess.run(
+                    command, env=replayed, stdout=subprocess.DEVNULL, timeout=DEADLINE_S, check=True
+                )
             spans = receiver.spans()
         assert spans
         return spans
@@ -105,7 +122,9 @@ class TwoNodes:
     def _positions(self) -> list[int]:
         """Return how far the agents' spans have come, in frames, node by node."""
         return [
-            int(json.loads(path.read_bytes())["position"]) for run in list_recordings(self.runs) for path in run.glob("cursor-spans-*.json")
+            int(json.loads(path.read_bytes())["position"])
+            for run in list_recordings(self.runs)
+            for path in run.glob("cursor-spans-*.json")
         ]
 
     @staticmethod
@@ -122,12 +141,15 @@ def backends(receivers: Sequence[OtlpReceiver]) -> str:
 
 
 def await_live(receivers: Sequence[OtlpReceiver], timeout_s: float = DEADLINE_S) -> None:
-    """Wait until spans of all that work come about as they end: what an outage held up has arrived. A kill now meets the steady state."""
+    """Wait until spans of all that work come about as they end: what an outage held up has arrived. A kill
+    now meets the steady state."""
     before = sum(len(receiver.spans()) for receiver in receivers)
 
     def is_live() -> bool:
         spans = [span for receiver in receivers for span in receiver.spans()[-2000:]]
-        newest = {span.resource["host.name"]: span.end_ns for span in sorted(spans, key=lambda span: span.end_ns)}
+        newest = {
+            span.resource["host.name"]: span.end_ns for span in sorted(spans, key=lambda span: span.end_ns)
+        }
         more = sum(len(receiver.spans()) for receiver in receivers) > before + 200
         return more and len(newest) == len(ADDRESSES) and time.time_ns() - min(newest.values()) < LIVE_NS
 

@@ -1,7 +1,9 @@
-"""A small run with known answers, for tests of what Jaeger is asked: 2 targets, a postprocess worker, 2 drafters, 8 batches.
+"""A small run with known answers, for tests of what Jaeger is asked: 2 targets, a postprocess worker, 2
+drafters, 8 batches.
 
-Each drafter step takes two batches. Drafter 0's second step (number 2) is slow in forward, and its step after all batches fails. Drafter
-1's second step (number 3) waits while target 0 is slow with batch 6. All but that wait is one thread, so the order is always the same.
+Each drafter step takes two batches. Drafter 0's second step (number 2) is slow in forward, and its step after
+all batches fails. Drafter 1's second step (number 3) waits while target 0 is slow with batch 6. All but that
+wait is one thread, so the order is always the same.
 """
 
 from __future__ import annotations

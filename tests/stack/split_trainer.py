@@ -1,10 +1,12 @@
-"""A run of two nodes for tests: targets in one process, drafters in another. An item goes between them as a line of JSON with its context.
+"""A run of two nodes for tests: targets in one process, drafters in another. An item goes between them as a
+line of JSON with its context.
 
-    split_trainer.py drafter                        prints its port, takes what comes until the targets are gone
-    split_trainer.py target PORT                    works until its stdin ends
+    split_trainer.py drafter                        prints its port, takes what comes until the targets are
+    gone split_trainer.py target PORT                    works until its stdin ends
 
-Two workers each; target i feeds drafter i. A target step makes one item, a drafter step takes two: what the drafter took is its answer, one
-line of JSON on stdout at its end, ``[[drafter step, [target steps]], ...]``. About 100 items a second; every fifth drafter step fails.
+Two workers each; target i feeds drafter i. A target step makes one item, a drafter step takes two: what the
+drafter took is its answer, one line of JSON on stdout at its end, ``[[drafter step, [target steps]], ...]``.
+About 100 items a second; every fifth drafter step fails.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def serve(telemetry: otel_dflash.Telemetry) -> None:
         print(server.getsockname()[1], flush=True)
         connections = [server.accept()[0] for _ in range(WORKERS)]
     threads = [
-        threading.Thread(target=drafter_loop, args=(telemetry.worker("drafter", index, gpu=index), connection, taken))
+        threading.Thread(
+            target=drafter_loop, args=(telemetry.worker("drafter", index, gpu=index), connection, taken)
+        )
         for index, connection in enumerate(connections)
     ]
     for thread in threads:
@@ -84,7 +88,12 @@ def produce(telemetry: otel_dflash.Telemetry, port: int) -> None:
     ended = threading.Event()
     threads = [
         threading.Thread(
-            target=target_loop, args=(telemetry.worker("target", index, gpu=index), socket.create_connection(("127.0.0.1", port)), ended)
+            target=target_loop,
+            args=(
+                telemetry.worker("target", index, gpu=index),
+                socket.create_connection(("127.0.0.1", port)),
+                ended,
+            ),
         )
         for index in range(WORKERS)
     ]

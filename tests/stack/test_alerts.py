@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.collector.test_dashboards import COLLECTOR, rules
 from tests.stack.conftest import need_engine
-from tests.test_dashboards import COLLECTOR, rules
 
 RULE = re.compile(r"- (?:alert|record): (.*)\n")
 LABELS_OR_NEXT = re.compile(r" labels:\n|- (?:alert|record|name): |\Z")
@@ -41,7 +41,9 @@ def test_every_number_of_every_rule_is_seen_by_the_cases_of_its_alert(tmp_path: 
     for rule, what, text in mutants((COLLECTOR / "alerts.yaml").read_text()):
         changed.add(rule)
         (tmp_path / "alerts.yaml").write_text(text)
-        tested = promtool("test", "rules", "--run", SEEN_THROUGH.get(rule, rule), tmp_path / "alerts_test.yaml")
+        tested = promtool(
+            "test", "rules", "--run", SEEN_THROUGH.get(rule, rule), tmp_path / "alerts_test.yaml"
+        )
         if (tested.returncode, "FAILED:\n    expr: " in tested.stderr) != (1, True):
             survived.append(f"{rule}, {what}{tested.stderr}")
     assert survived == [], "\n".join(survived)
@@ -49,18 +51,24 @@ def test_every_number_of_every_rule_is_seen_by_the_cases_of_its_alert(tmp_path: 
 
 
 def mutants(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each rule's name with one number of it changed, as words and as the whole text: of its expression and its `for`."""
+    """Yield each rule's name with one number of it changed, as words and as the whole text: of its expression
+    and its `for`."""
     for head in RULE.finditer(text):
         end = LABELS_OR_NEXT.search(text, head.end())
         assert end
         for number in NUMBER.finditer(text, head.end(), end.start()):
             before, after = text[: number.start()], text[number.end() :]
             for other in others(before, float(number[1]), number[2]):
-                yield head[1], f"line {before.count(chr(10)) + 1}: {number[0]} -> {other}", before + other + after
+                yield (
+                    head[1],
+                    f"line {before.count(chr(10)) + 1}: {number[0]} -> {other}",
+                    before + other + after,
+                )
 
 
 def others(before: str, value: float, unit: str) -> list[str]:
-    """Return what a number is changed to, by what it is. A resolution only to what is coarser than two points: a finer one sees no more."""
+    """Return what a number is changed to, by what it is. A resolution only to what is coarser than two
+    points: a finer one sees no more."""
     if not unit:
         return [f"{value * factor:g}" for factor in (0.9, 1.1)] if value else ["-1", "2"]
     length_s = round(value * SECONDS[unit])

@@ -1,4 +1,5 @@
-"""`otel-dflash doctor` against the real collector, Jaeger and Prometheus: the good path, and faults behind the first hop."""
+"""`otel-dflash doctor` against the real collector, Jaeger and Prometheus: the good path, and faults behind
+the first hop."""
 
 from __future__ import annotations
 
@@ -9,19 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import Certificates
-from tests.doctoring import GRPC, HTTP, Doctor, HttpServer, alone, busy, closed_port, run_doctor, wrong
+from tests.doctor.doctoring import GRPC, HTTP, Doctor, HttpServer, alone, busy, closed_port, run_doctor, wrong
+from tests.otlp.certificates import Certificates
 from tests.stack.conftest import Stack, Started, configured, need_engine
 
 TOKEN = "c0ffee-5f1e4b"
-HOPS = ["TCP connect", "metric accepted", "name resolved", "protocol spoken", "seen in Jaeger", "seen in Prometheus", "span accepted"]
+HOPS = [
+    "TCP connect",
+    "metric accepted",
+    "name resolved",
+    "protocol spoken",
+    "seen in Jaeger",
+    "seen in Prometheus",
+    "span accepted",
+]
 SHOWN = re.compile(r"(?m)^  ok +(\S+(?: \S+)*)(?: +(\d+\.\d) ms)?(?:  |$)")
 """A line as it is printed: the check, and the ms it took if it says so."""
 SEEN = ["ok seen in Jaeger: trace ID", "ok seen in Prometheus: dflash_doctor_canary_seconds"]
 
 
 NOT_SHOWN = (
-    "seen in Jaeger: the collector took the span, and Jaeger has not shown it within 2 s; look at the collector's exporter and log, "
+    "seen in Jaeger: the collector accepted the span, but Jaeger has not shown it within 2 s; check the "
+    "collector's exporter and log, "
     "whether it samples, and whether it sends to this Jaeger"
 )
 PLAIN = """
@@ -41,7 +51,7 @@ from pathlib import Path
 import pytest
 
 from otel_dflash.stack.services import SERVICES
-from tests.doctoring import Doctor, HttpServer, wrong
+from tests.doctor.doctoring import Doctor, HttpServer, wrong
 from tests.stack.conftest import Stack
 
 with socket.socket() as one:
@@ -85,7 +95,10 @@ def start_all(stack: Stack, **variables: str) -> tuple[Started, Started, Started
 
 def test_the_whole_path(doctor: Doctor, stack: Stack, places: Path, tmp_path: Path) -> None:
     collector, jaeger, prometheus = start_all(stack)
-    backends = {"jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"), "prometheus": prometheus.url("PROMETHEUS_PORT")}
+    backends = {
+        "jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"),
+        "prometheus": prometheus.url("PROMETHEUS_PORT"),
+    }
     for port, protocol in (("OTELCOL_GRPC_PORT", GRPC), ("OTELCOL_HTTP_PORT", HTTP)):
         lines = doctor(collector.url(port), protocol, **backends, timeout_s=30)  # type: ignore[arg-type]
         assert [line for line in lines if line.split()[0] != "ok"] == []
@@ -96,7 +109,9 @@ def test_the_whole_path(doctor: Doctor, stack: Stack, places: Path, tmp_path: Pa
         ]
     options = [f"--{name}={url}" for name, url in backends.items()]
     start = time.monotonic()
-    code, out, err = run_doctor(tmp_path, "--endpoint", collector.url("OTELCOL_GRPC_PORT"), "--timeout", "30", *options)
+    code, out, err = run_doctor(
+        tmp_path, "--endpoint", collector.url("OTELCOL_GRPC_PORT"), "--timeout", "30", *options
+    )
     assert (code, err) == (0, "")
     assert out.endswith("\nall right\n")
     assert "\x1b" not in out
@@ -119,7 +134,10 @@ def test_one_that_hangs_is_named_and_no_other(doctor: Doctor, stack: Stack, hung
         timeout_s=6,
     )
     assert wrong(lines) == [
-        f"seen in {hung}: http://127.0.0.1:PORT does not answer in time; see the log of {hung}, or mend --{hung.lower()}"
+        (
+            f"seen in {hung}: http://127.0.0.1:PORT does not answer in time; see the log of {hung}, or fix "
+            f"--{hung.lower()}"
+        )
     ]
     assert [line for line in SEEN if line in lines] == [line for line in SEEN if hung not in line]
     assert doctor.took_s < 8
@@ -131,48 +149,81 @@ def test_a_collector_whose_exporter_is_refused(doctor: Doctor, stack: Stack) -> 
     jaeger = stack.start("jaeger", JAEGER_PROMETHEUS_URL=prometheus.url("PROMETHEUS_PORT"))
     with HttpServer(400) as refusing:
         collector = stack.start(
-            "otelcol", OTELCOL_TRACES_ENDPOINT=refusing.url, OTELCOL_METRICS_ENDPOINT=f"{prometheus.url('PROMETHEUS_PORT')}/api/v1/otlp"
+            "otelcol",
+            OTELCOL_TRACES_ENDPOINT=refusing.url,
+            OTELCOL_METRICS_ENDPOINT=f"{prometheus.url('PROMETHEUS_PORT')}/api/v1/otlp",
         )
-        backends = {"jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"), "prometheus": prometheus.url("PROMETHEUS_PORT")}
+        backends = {
+            "jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"),
+            "prometheus": prometheus.url("PROMETHEUS_PORT"),
+        }
         lines = doctor(collector.url("OTELCOL_GRPC_PORT"), **backends, timeout_s=14)  # type: ignore[arg-type]
         stack.end()
     assert wrong(lines) == [
-        f"seen in Jaeger: the collector took the span, and spans are dropped by exporter otlp_http/traces of {name_of(collector)}: "
-        "what that sends to refuses them; mend that exporter's endpoint or credentials (that collector's log says why)"
+        "seen in Jaeger: the collector accepted the span, but spans are dropped by exporter "
+        f"otlp_http/traces of {name_of(collector)}: "
+        "its destination refuses them; fix that exporter's endpoint or credentials (that "
+        "collector's log has the reason)"
     ]
 
 
 def test_a_collector_whose_exporter_fails(doctor: Doctor, stack: Stack) -> None:
-    """It pushes its own metrics to Prometheus every 10 s, where the doctor finds the queue that grows, beside one that is busy."""
+    """It pushes its own metrics to Prometheus every 10 s, where the doctor finds the queue that grows, beside
+    one that is busy."""
     prometheus = stack.start("prometheus")
     pushed = f"{prometheus.url('PROMETHEUS_PORT')}/api/v1/otlp"
     jaeger = stack.start("jaeger", JAEGER_PROMETHEUS_URL=prometheus.url("PROMETHEUS_PORT"))
-    working = stack.start("otelcol", "working", OTELCOL_TRACES_ENDPOINT=jaeger.url("JAEGER_HTTP_PORT"), OTELCOL_METRICS_ENDPOINT=pushed)
-    failing = stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=f"http://127.0.0.1:{closed_port()}", OTELCOL_METRICS_ENDPOINT=pushed)
+    working = stack.start(
+        "otelcol",
+        "working",
+        OTELCOL_TRACES_ENDPOINT=jaeger.url("JAEGER_HTTP_PORT"),
+        OTELCOL_METRICS_ENDPOINT=pushed,
+    )
+    failing = stack.start(
+        "otelcol",
+        OTELCOL_TRACES_ENDPOINT=f"http://127.0.0.1:{closed_port()}",
+        OTELCOL_METRICS_ENDPOINT=pushed,
+    )
     url = failing.url("OTELCOL_GRPC_PORT")
-    backends = {"jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"), "prometheus": prometheus.url("PROMETHEUS_PORT")}
+    backends = {
+        "jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"),
+        "prometheus": prometheus.url("PROMETHEUS_PORT"),
+    }
     with busy(working.url("OTELCOL_HTTP_PORT")):
         assert wrong(doctor(url, **backends, timeout_s=14)) == [  # type: ignore[arg-type]
-            f"seen in Jaeger: the collector took the span, and spans wait in the queue of exporter otlp_http/traces of {name_of(failing)}, "
-            "which sends none; start what that sends to, or mend its endpoint (that collector's log says why)"
+            "seen in Jaeger: the collector accepted the span, but spans wait in the queue of exporter "
+            f"otlp_http/traces of {name_of(failing)}, "
+            "which sends none; start its destination, or fix its endpoint (that collector's log has the reason)"
         ]
     assert wrong(doctor(url, jaeger=backends["jaeger"], timeout_s=2)) == [NOT_SHOWN]
     failing.kill()
     with HttpServer(404, body=b"{}") as empty:
-        found = wrong(doctor(working.url("OTELCOL_GRPC_PORT"), jaeger=empty.url, prometheus=backends["prometheus"], timeout_s=2))
-    assert [line for line in found if "Jaeger" in line] == [NOT_SHOWN], "what has ended is not what holds this span"
+        found = wrong(
+            doctor(
+                working.url("OTELCOL_GRPC_PORT"),
+                jaeger=empty.url,
+                prometheus=backends["prometheus"],
+                timeout_s=2,
+            )
+        )
+    assert [line for line in found if "Jaeger" in line] == [NOT_SHOWN], (
+        "what has ended is not what holds this span"
+    )
 
 
 def test_a_collector_that_shows_its_own_metrics(tmp_path: Path) -> None:
-    """Which is what one does that is not told otherwise, at port 8888 of its host: in a network of this test's own, where that is free."""
+    """Which is what one does that is not told otherwise, at port 8888 of its host: in a network of this
+    test's own, where that is free."""
     need_engine("otelcol")
     (tmp_path / "plain.yaml").write_text(PLAIN)
     result = alone("--net", IN_A_NETWORK_OF_ITS_OWN, str(tmp_path))
     assert (result.stderr, result.stdout.splitlines()) == (
         "",
         [
-            "seen in Jaeger: the collector took the span, and spans wait in the queue of exporter otlp_http of the collector at "
-            "127.0.0.1:PORT, which sends none; start what that sends to, or mend its endpoint (that collector's log says why)"
+            "seen in Jaeger: the collector accepted the span, but spans wait in the queue of exporter "
+            "otlp_http of the collector at "
+            "127.0.0.1:PORT, which sends none; start its destination, or fix its endpoint (that "
+            "collector's log has the reason)"
         ],
     )
 
@@ -191,25 +242,36 @@ def test_a_bearer_token(doctor: Doctor, stack: Stack, tmp_path: Path, protocol: 
         OTELCOL_TOKEN_FILE=str(tmp_path / "token"),
     )
     client = certificates.issue("client")
-    endpoint = collector.url("OTELCOL_GRPC_PORT" if protocol == GRPC else "OTELCOL_HTTP_PORT").replace("http:", "https:")
+    endpoint = collector.url("OTELCOL_GRPC_PORT" if protocol == GRPC else "OTELCOL_HTTP_PORT").replace(
+        "http:", "https:"
+    )
 
     def with_token(text: str, **variables: str) -> list[str]:
         (tmp_path / "headers").write_text(f"authorization=Bearer {text}")
         authority = {"OTEL_EXPORTER_OTLP_CERTIFICATE": certificates.authority()}
         return wrong(
-            doctor(endpoint, protocol, OTEL_DFLASH_OTLP_HEADERS_FILE=str(tmp_path / "headers"), **{**authority, **variables})  # type: ignore[arg-type]
+            doctor(
+                endpoint,
+                protocol,
+                OTEL_DFLASH_OTLP_HEADERS_FILE=str(tmp_path / "headers"),
+                **{**authority, **variables},
+            )  # type: ignore[arg-type]
         )
 
     pair = {"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": client[0], "OTEL_EXPORTER_OTLP_CLIENT_KEY": client[1]}
     assert with_token(TOKEN, **pair) == []
     refused = with_token("another", **pair)
     assert [line.split(":")[0] for line in refused] == ["span accepted", "metric accepted"]
-    assert all("the collector does not take the token" in line and "another" not in line for line in refused)
-    assert [line.partition("; ")[0] for line in with_token(TOKEN)] == ["protocol spoken: the collector wants a client certificate"]
+    assert all("the collector rejects the token" in line and "another" not in line for line in refused)
+    assert [line.partition("; ")[0] for line in with_token(TOKEN)] == [
+        "protocol spoken: the collector wants a client certificate"
+    ]
 
 
-def test_the_running_stack_is_where_to_look(doctor: Doctor, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from otel_dflash.doctor.stack import addresses
+def test_the_running_stack_is_where_to_look(
+    doctor: Doctor, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from otel_dflash.doctor.local_stack import addresses
     from otel_dflash.session import process_start
     from otel_dflash.stack import state
 
@@ -219,12 +281,16 @@ def test_the_running_stack_is_where_to_look(doctor: Doctor, stack: Stack, tmp_pa
     started = {}
     for one in (collector, jaeger, prometheus):
         assert one.process
-        started[one.service.name] = state.Started(one.process.pid, process_start(one.process.pid) or 0, "1", one.values)
+        started[one.service.name] = state.Started(
+            one.process.pid, process_start(one.process.pid) or 0, "1", one.values
+        )
     state.write(state.Stack(started))
     local = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url("OTELCOL_HTTP_PORT")}
     urls = {"Jaeger": jaeger.url("JAEGER_QUERY_HTTP_PORT"), "Prometheus": prometheus.url("PROMETHEUS_PORT")}
     assert addresses(local) == urls
-    assert addresses({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector.example:4317"}) == {}, "what goes elsewhere is not seen here"
+    assert addresses({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector.example:4317"}) == {}, (
+        "what goes elsewhere is not seen here"
+    )
     jaeger.kill()
     assert addresses(local) == urls, "what has ended is looked for too, and found missing"
 
@@ -241,17 +307,27 @@ def test_without_an_endpoint_the_running_stacks_is_named_and_nothing_is_said_to_
         return code, [line.strip() for line in out.partition("\nthe path\n")[2].splitlines() if line]
 
     unchecked = "nothing is wrong here; the path was not checked"
-    route = "warn   route                           no endpoint is set: runs are recorded, and nothing is sent; "
+    route = (
+        "warn   route                           no endpoint is set: runs are recorded, but nothing is sent; "
+    )
     usual = f"{route}give --endpoint http://localhost:4317, or set OTEL_EXPORTER_OTLP_ENDPOINT"
     assert doctor_without_endpoint() == (0, [usual, unchecked])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # run_doctor's
     collector = stack.start("otelcol")
     assert collector.process
     state.directory().mkdir(parents=True)
-    started = state.Started(collector.process.pid, process_start(collector.process.pid) or 0, "1", collector.values)
+    started = state.Started(
+        collector.process.pid, process_start(collector.process.pid) or 0, "1", collector.values
+    )
     state.write(state.Stack({"otelcol": started}))
-    for arguments, port in (((), "OTELCOL_GRPC_PORT"), (("--protocol", "http/protobuf"), "OTELCOL_HTTP_PORT")):
-        here = f"the stack of this host takes it: give --endpoint {collector.url(port)}, or set OTEL_EXPORTER_OTLP_ENDPOINT"
+    for arguments, port in (
+        ((), "OTELCOL_GRPC_PORT"),
+        (("--protocol", "http/protobuf"), "OTELCOL_HTTP_PORT"),
+    ):
+        here = (
+            f"the stack of this host accepts it: give --endpoint {collector.url(port)}, or set "
+            "OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
         assert doctor_without_endpoint(*arguments) == (0, [f"{route}{here}", unchecked])
     collector.kill()
     assert doctor_without_endpoint() == (0, [usual, unchecked])

@@ -1,4 +1,5 @@
-"""The way over Apache Kafka: node collectors give to a broker, gateways take from it, and no kill on the way loses anything."""
+"""The way over Apache Kafka: node collectors give to a broker, gateways take from it, and no kill on the way
+loses anything."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def test_kills_of_collector_gateway_and_broker_lose_nothing(stack: Stack, tmp_pa
             OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint,
         )
         nodes = {
-            node: stack.start("kafka-node", node, KAFKA_NODE, OTELCOL_HOST=address, KAFKA_BROKERS=kafka.brokers)
+            node: stack.start(
+                "kafka-node", node, KAFKA_NODE, OTELCOL_HOST=address, KAFKA_BROKERS=kafka.brokers
+            )
             for node, address in ADDRESSES.items()
         }
         run.start({node: collector.url("OTELCOL_HTTP_PORT") for node, collector in nodes.items()})
@@ -53,4 +56,6 @@ def test_kills_of_collector_gateway_and_broker_lose_nothing(stack: Stack, tmp_pa
         poll(lambda: step_totals([receiver]) == steps([receiver]), KAFKA_S)
         arrived = receiver.spans()
     assert {span.span_id for span in arrived} == expected
-    assert max(Counter(span.span_id for span in arrived).values()) <= 1 + FAULTS, "a fault doubles what was under way, once"
+    assert max(Counter(span.span_id for span in arrived).values()) <= 1 + FAULTS, (
+        "a fault doubles what was under way, once"
+    )

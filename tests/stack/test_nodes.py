@@ -1,4 +1,5 @@
-"""Two nodes with a collector each, gateways behind them, and what becomes of a trace whose parts come from both."""
+"""Two nodes with a collector each, gateways behind them, and what becomes of a trace whose parts come from
+both."""
 
 from __future__ import annotations
 
@@ -7,12 +8,21 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from otel_dflash.agent import identity
+from otel_dflash.spans import identity
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.running import Running, death, poll
 from tests.stack.conftest import Stack, Started
 from tests.stack.jaeger_api import Jaeger
-from tests.stack.nodes import ADDRESSES, GATEWAY, TAIL_SAMPLING, TwoNodes, await_live, backends, step_totals, steps
+from tests.stack.nodes import (
+    ADDRESSES,
+    GATEWAY,
+    TAIL_SAMPLING,
+    TwoNodes,
+    await_live,
+    backends,
+    step_totals,
+    steps,
+)
 from tests.stack.sending import recorded_spans, send_run
 
 WARNINGS = "@jaeger@warnings"
@@ -56,7 +66,13 @@ def test_a_backend_that_is_down_does_not_flood_the_other(stack: Stack, tmp_path:
     with ExitStack() as entered:
         receivers = [entered.enter_context(OtlpReceiver()) for _ in range(2)]
         metrics = receivers[0].http_endpoint
-        gateway = stack.start("gateway", "gateway", GATEWAY, GATEWAY_BACKENDS=backends(receivers), OTELCOL_METRICS_ENDPOINT=metrics)
+        gateway = stack.start(
+            "gateway",
+            "gateway",
+            GATEWAY,
+            GATEWAY_BACKENDS=backends(receivers),
+            OTELCOL_METRICS_ENDPOINT=metrics,
+        )
         receivers[1].down = True
         script = tmp_path / "trainer.py"
         script.write_text(STEPS)
@@ -93,8 +109,11 @@ def test_a_trace_of_two_nodes_is_one_in_jaeger(stack: Stack, tmp_path: Path) -> 
         assert (target.name, target.resource["host.name"]) == ("target.step", "node-a")
         assert (drafter.trace_id, drafter.parent_id) == (target.trace_id, target.span_id)
         assert {span.resource["dflash.run.id"] for span in (drafter, target)} == {"night-7"}
-        assert sorted([*links[drafter.span_id], *(link.span_id for link in drafter.links)]) == sorted(map(span_id, items))
-    # Another host and a start after its parent's end: Jaeger takes that for a clock's fault, and says so; the times stay as they are.
+        assert sorted([*links[drafter.span_id], *(link.span_id for link in drafter.links)]) == sorted(
+            map(span_id, items)
+        )
+    # Another host and a start after its parent's end: Jaeger takes that for a clock's fault, and says so; the
+    # times stay as they are.
     doubted = query.warnings("dflash-drafter")
     assert set(doubted) == {"drafter.step", "drafter.queue_get", "drafter.forward", "drafter.optimizer"}
     said = {text.partition(" of ")[0] for texts in doubted.values() for text in texts}
@@ -107,7 +126,10 @@ def test_a_trace_of_two_nodes_is_one_in_jaeger(stack: Stack, tmp_path: Path) -> 
 def test_a_gateway_keeps_a_trace_together_and_kills_lose_nothing(stack: Stack, tmp_path: Path) -> None:
     with ExitStack() as entered:
         receivers = [entered.enter_context(OtlpReceiver()) for _ in range(2)]
-        variables = {"GATEWAY_BACKENDS": backends(receivers), "OTELCOL_METRICS_ENDPOINT": receivers[0].http_endpoint}
+        variables = {
+            "GATEWAY_BACKENDS": backends(receivers),
+            "OTELCOL_METRICS_ENDPOINT": receivers[0].http_endpoint,
+        }
         gateways = [stack.start("gateway", f"gateway-{n}", GATEWAY, **variables) for n in range(2)]
         nodes = start_nodes(stack, gateways)
         run = entered.enter_context(TwoNodes(tmp_path))
@@ -136,8 +158,11 @@ def test_a_gateway_keeps_a_trace_together_and_kills_lose_nothing(stack: Stack, t
     assert all(arrived), "both backends have a share"
     times = Counter(span.span_id for spans in arrived for span in spans)
     assert max(times.values()) <= 1 + FAULTS, "a fault doubles what was under way, once"
-    hosts = Counter(frozenset(hosts_of_trace) for hosts_of_trace in hosts_by_trace([*arrived[0], *arrived[1]]).values())
-    assert hosts[frozenset(ADDRESSES)] > hosts.total() // 3  # every second target step began a trace that a drafter went on with
+    hosts = Counter(
+        frozenset(hosts_of_trace) for hosts_of_trace in hosts_by_trace([*arrived[0], *arrived[1]]).values()
+    )
+    # every second target step began a trace that a drafter went on with
+    assert hosts[frozenset(ADDRESSES)] > hosts.total() // 3
 
 
 def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_path: Path) -> None:
@@ -145,10 +170,21 @@ def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_pat
         sampler = tail_sampler(stack, receiver, decision_wait_s=3, percentage=30)
         backend = f"[127.0.0.1:{sampler.values['OTELCOL_GRPC_PORT']}]"
         gateways = [
-            stack.start("gateway", f"gateway-{n}", GATEWAY, GATEWAY_BACKENDS=backend, OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint)
+            stack.start(
+                "gateway",
+                f"gateway-{n}",
+                GATEWAY,
+                GATEWAY_BACKENDS=backend,
+                OTELCOL_METRICS_ENDPOINT=receiver.http_endpoint,
+            )
             for n in range(2)
         ]
-        run.start({node: gateway.url("OTELCOL_HTTP_PORT") for node, gateway in zip(ADDRESSES, gateways, strict=True)})
+        run.start(
+            {
+                node: gateway.url("OTELCOL_HTTP_PORT")
+                for node, gateway in zip(ADDRESSES, gateways, strict=True)
+            }
+        )
         poll(lambda: len(receiver.span_ids()) > 100)
         run.finish()
         traces = ids_by_trace(run.spans())
@@ -169,7 +205,11 @@ def test_a_tail_sampler_behind_gateways_keeps_whole_traces(stack: Stack, tmp_pat
 def test_a_tail_sampler_keeps_the_trace_of_a_step_that_was_cut_off(stack: Stack, tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
         sampler = tail_sampler(stack, receiver, decision_wait_s=1, percentage=0)
-        with Running(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=sampler.url("OTELCOL_GRPC_PORT"), OTEL_METRICS_EXPORTER="none") as run:
+        with Running(
+            tmp_path,
+            OTEL_EXPORTER_OTLP_ENDPOINT=sampler.url("OTELCOL_GRPC_PORT"),
+            OTEL_METRICS_EXPORTER="none",
+        ) as run:
             agent = run.start_agent()
             run.start_trainer()
             run.ask("steps 20")
@@ -177,7 +217,9 @@ def test_a_tail_sampler_keeps_the_trace_of_a_step_that_was_cut_off(stack: Stack,
             run.kill_trainer()
             assert death(agent) == 0
             recorded = recorded_spans(run.recording)
-        cut_off = {span.trace_id for span in recorded.values() if span.attributes.get("dflash.span.truncated")}
+        cut_off = {
+            span.trace_id for span in recorded.values() if span.attributes.get("dflash.span.truncated")
+        }
         expected = {span.span_id for span in recorded.values() if span.trace_id in cut_off}
         poll(lambda: receiver.span_ids() >= expected)
         assert receiver.span_ids() == expected

@@ -1,4 +1,5 @@
-"""The way from the agent over the node collector to Jaeger, with each part of it stopped, killed or full: every span arrives.
+"""The way from the agent over the node collector to Jaeger, with each part of it stopped, killed or full:
+every span arrives.
 
 Doubles are counted in a receiver of the test in Jaeger's place: Jaeger hides them.
 """
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import pytest
 
-from otel_dflash.agent.replay import SPANS_PER_BATCH
+from otel_dflash.otlp.batches import ITEMS_PER_BATCH
 from tests.otlp_receiver import OtlpReceiver, Span
 from tests.running import Running, death, poll
 from tests.stack.conftest import Stack, Started
@@ -32,7 +33,8 @@ MIB: Final = 1 << 20
 
 
 class Sink(OtlpReceiver):
-    """Takes the collector's traces. `gate` shut: what arrives is stored, but the answer waits, so nobody knows that it was."""
+    """Takes the collector's traces. `gate` shut: what arrives is stored, but the answer waits, so nobody
+    knows that it was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,9 @@ def sink() -> Iterator[Sink]:
 def collector_to(stack: Stack, sink: OtlpReceiver, **variables: str) -> Started:
     """Return a running node collector that sends to `sink`."""
     endpoint = sink.http_endpoint
-    return stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=endpoint, OTELCOL_METRICS_ENDPOINT=endpoint, **variables)
+    return stack.start(
+        "otelcol", OTELCOL_TRACES_ENDPOINT=endpoint, OTELCOL_METRICS_ENDPOINT=endpoint, **variables
+    )
 
 
 def running_to(collector: Started, directory: Path, timeout_s: int = 2) -> Running:
@@ -82,17 +86,24 @@ def finish(running: Running) -> dict[str, Span]:
     assert death(running.agents[-1]) == 0
     assert running.delivery()["spans"]["delivered"]
     spans = recorded_spans(running.recording)
-    assert Counter(span.name for span in spans.values()) == {name: count for name, count in counts.items() if "." in name}
+    assert Counter(span.name for span in spans.values()) == {
+        name: count for name, count in counts.items() if "." in name
+    }
     return spans
 
 
 def assert_nothing_dropped(log: str) -> None:
-    """The collector says when it gives up what it took. ("Rejecting data" is another thing: the agent was told, and keeps it.)"""
-    assert [line for line in log.splitlines() if "Dropping data" in line or "Error deleting item" in line] == []
+    """The collector says when it gives up what it took. ("Rejecting data" is another thing: the agent was
+    told, and keeps it.)"""
+    assert [
+        line for line in log.splitlines() if "Dropping data" in line or "Error deleting item" in line
+    ] == []
 
 
 @pytest.mark.timeout(300)
-def test_jaeger_stopped_for_a_minute_and_the_collector_killed_twice_lose_no_span(stack: Stack, tmp_path: Path) -> None:
+def test_jaeger_stopped_for_a_minute_and_the_collector_killed_twice_lose_no_span(
+    stack: Stack, tmp_path: Path
+) -> None:
     jaeger = stack.start("jaeger")
     collector = stack.start("otelcol", OTELCOL_TRACES_ENDPOINT=jaeger.url("JAEGER_HTTP_PORT"))
     api = Jaeger(jaeger.url("JAEGER_QUERY_HTTP_PORT"))
@@ -118,9 +129,13 @@ def test_jaeger_stopped_for_a_minute_and_the_collector_killed_twice_lose_no_span
     assert_nothing_dropped(collector.log)
 
 
-def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: Stack, sink: Sink, tmp_path: Path) -> None:
+def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(
+    stack: Stack, sink: Sink, tmp_path: Path
+) -> None:
     collector = collector_to(stack, sink)
-    with running_to(collector, tmp_path, timeout_s=30) as running:  # an answer that is only late must not count as none
+    with running_to(
+        collector, tmp_path, timeout_s=30
+    ) as running:  # an answer that is only late must not count as none
         running.start_agent()
         running.start_trainer()
         train_for(running, 2)
@@ -129,7 +144,8 @@ def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: St
         poll(lambda: sink.span_ids() == confirmed)
         sink.gate.clear()
         running.ask("steps 50")
-        poll(lambda: is_all_taken(running))  # so the agent has nothing under way, and the collector all of this
+        # so the agent has nothing under way, and the collector all of this
+        poll(lambda: is_all_taken(running))
         planted = recorded_spans(running.recording).keys() - confirmed
         poll(lambda: sink.unanswered.keys() >= planted)
         collector.kill()
@@ -140,7 +156,8 @@ def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: St
         poll(lambda: sum(span.span_id in planted for span in sink.spans()) >= 2 * len(planted))
         sink.down = True
         train_for(running, 2)
-        collector.kill()  # the sink refused what was under way to it; one request of the agent may be under way
+        # the sink refused what was under way to it; one request of the agent may be under way
+        collector.kill()
         train_for(running, 2)
         collector.start()
         sink.down = False
@@ -148,12 +165,20 @@ def test_a_killed_collector_sends_again_only_what_nobody_had_confirmed(stack: St
     assert sink.wait_for(lambda sink: sink.span_ids() >= expected.keys(), CATCH_UP_S)
     times = Counter(span.span_id for span in sink.spans())
     assert times.keys() == expected.keys()
-    assert {span.span_id: replace(span, resource=expected[span.span_id].resource) for span in sink.spans()} == expected
-    assert {times[span_id] for span_id in planted} == {2}, "the first kill repeats what was stored and not answered, once"
+    assert {
+        span.span_id: replace(span, resource=expected[span.span_id].resource) for span in sink.spans()
+    } == expected
+    assert {times[span_id] for span_id in planted} == {2}, (
+        "the first kill repeats what was stored and not answered, once"
+    )
     assert {times[span_id] for span_id in confirmed} == {1}, "what was answered is not repeated"
-    again = Counter({span_id: count - 1 for span_id, count in times.items() if count > 1 and span_id not in planted})
+    again = Counter(
+        {span_id: count - 1 for span_id, count in times.items() if count > 1 and span_id not in planted}
+    )
     assert set(again.values()) <= {1}, "all else was made after the first kill"
-    assert again.total() <= SPANS_PER_BATCH, "one request of the agent: the second kill repeats what was taken and not answered"
+    assert again.total() <= ITEMS_PER_BATCH, (
+        "one request of the agent: the second kill repeats what was taken and not answered"
+    )
     assert_nothing_dropped(collector.log)
 
 
@@ -175,13 +200,16 @@ for number in range(400):
 """
 
 
-def test_spans_of_200_links_arrive_after_an_outage_in_requests_that_fit(stack: Stack, sink: Sink, tmp_path: Path) -> None:
+def test_spans_of_200_links_arrive_after_an_outage_in_requests_that_fit(
+    stack: Stack, sink: Sink, tmp_path: Path
+) -> None:
     collector = collector_to(stack, sink)
     sink.down = True
     script = tmp_path / "many_links.py"
     script.write_text(MANY_LINKS)
     endpoint, ring = collector.url("OTELCOL_GRPC_PORT"), f"{16 * MIB}"
-    recording = send_run(tmp_path, endpoint, str(script), OTEL_DFLASH_RING_BYTES=ring)  # taken by the collector, so each request fits
+    # taken by the collector, so each request fits
+    recording = send_run(tmp_path, endpoint, str(script), OTEL_DFLASH_RING_BYTES=ring)
     assert sink.spans() == []
     sink.down = False
     expected = recorded_spans(recording)
@@ -230,9 +258,13 @@ def test_a_collector_without_room_refuses_and_the_agent_waits_for_one_that_has_i
 
 def cursor(running: Running) -> int:
     """Return the number of the frame at which the spans' cursor stands, 0 while nothing was ever taken."""
-    return max((json.loads(path.read_bytes())["position"] for path in running.recording.glob("cursor-spans-*.json")), default=0)
+    return max(
+        (json.loads(path.read_bytes())["position"] for path in running.recording.glob("cursor-spans-*.json")),
+        default=0,
+    )
 
 
 def is_all_taken(running: Running) -> bool:
-    """Return whether the collector has answered the agent for all that is recorded. The trainer must be at rest."""
+    """Return whether the collector has answered the agent for all that is recorded. The trainer must be at
+    rest."""
     return running.is_drained() and cursor(running) == running.frames()[-1].number + 1

@@ -26,14 +26,17 @@ def test_a_service_is_healthy_ends_and_starts_again_at_its_place(stack: Stack) -
 def test_a_busy_port_is_said_with_the_variable_that_chooses_another(stack: Stack) -> None:
     first = stack.start("otelcol")
     second = stack.prepare("otelcol", "second", OTELCOL_GRPC_PORT=first.values["OTELCOL_GRPC_PORT"])
-    with pytest.raises(EngineError, match=r"address already in use.* choose another port: OTELCOL_GRPC_PORT="):
+    with pytest.raises(
+        EngineError, match=r"address already in use.* choose another port: OTELCOL_GRPC_PORT="
+    ):
         second.start()
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "nowhere.invalid"])
 def test_a_host_that_is_not_this_one_is_said_with_its_variable(stack: Stack, host: str) -> None:
     with pytest.raises(
-        EngineError, match=rf"otelcol cannot listen at {host}:\d+: .*; give an address of this host: OTELCOL_HOST=127.0.0.1$"
+        EngineError,
+        match=rf"otelcol cannot listen at {host}:\d+: .*; use an address of this host: OTELCOL_HOST=127.0.0.1$",
     ):
         stack.start("otelcol", OTELCOL_HOST=host)
 
@@ -45,13 +48,19 @@ def test_every_service_takes_the_shipped_configuration(stack: Stack) -> None:
 
 def test_what_a_test_does_not_say_where_to_send_goes_nowhere(stack: Stack) -> None:
     """Else it would reach the engines that happen to run here."""
-    values = {name: value for service in SERVICES for name, value in stack.prepare(service, service).values.items()}
+    values = {
+        name: value for service in SERVICES for name, value in stack.prepare(service, service).values.items()
+    }
     places = {name: value for name, value in values.items() if "://" in value}
-    assert places == dict.fromkeys(["JAEGER_PROMETHEUS_URL", "OTELCOL_TRACES_ENDPOINT", "OTELCOL_METRICS_ENDPOINT"], NOWHERE)
+    assert places == dict.fromkeys(
+        ["JAEGER_PROMETHEUS_URL", "OTELCOL_TRACES_ENDPOINT", "OTELCOL_METRICS_ENDPOINT"], NOWHERE
+    )
 
 
 @pytest.mark.parametrize(("ci", "said"), [("", "1 skipped"), ("true", "1 failed")])
-def test_without_engines_their_tests_are_left_out_with_the_remedy_and_fail_in_ci(ci: str, said: str, tmp_path: Path) -> None:
+def test_without_engines_their_tests_are_left_out_with_the_remedy_and_fail_in_ci(
+    ci: str, said: str, tmp_path: Path
+) -> None:
     one = f"{__file__}::{test_a_service_is_healthy_ends_and_starts_again_at_its_place.__name__}"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CI": ci}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", one]
@@ -74,6 +83,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_no_service_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
     need_engine("otelcol")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run([sys.executable, "-c", KILLED, tmp_path], env=environment, capture_output=True, timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path],
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     poll(lambda: process_start(int(ran.stdout)) is None)

@@ -45,10 +45,18 @@ launch(SERVICES["prometheus"], Path.cwd(), {"PROMETHEUS_PORT": os.environ["PROME
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_engine_begins_that_its_starter_did_not_live_to_remember(number: signal.Signals, planted: Host) -> None:
+def test_no_engine_begins_that_its_starter_did_not_live_to_remember(
+    number: signal.Signals, planted: Host
+) -> None:
     command = [sys.executable, "-c", STARTER, str(int(number))]
     starter = subprocess.run(
-        command, env=planted.environment, cwd=planted.directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        command,
+        env=planted.environment,
+        cwd=planted.directory,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert starter.returncode == -number
     pid = int(starter.stdout)
@@ -56,12 +64,17 @@ def test_no_engine_begins_that_its_starter_did_not_live_to_remember(number: sign
     assert (planted.directory / "prometheus.log").read_text() == ""
 
 
-def test_a_service_that_hangs_is_not_healthy_and_down_ends_it(engines: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_hangs_is_not_healthy_and_down_ends_it(
+    engines: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines.run("stack", "up")
     pid = engines.pids()["jaeger"]
     os.kill(pid, signal.SIGSTOP)
     code, out, _ = engines.run("stack", "status")
-    assert (code, re.findall(r"^\w+ +(not healthy|healthy)", out, re.MULTILINE)) == (1, ["healthy", "not healthy", "healthy"])
+    assert (code, re.findall(r"^\w+ +(not healthy|healthy)", out, re.MULTILINE)) == (
+        1,
+        ["healthy", "not healthy", "healthy"],
+    )
     monkeypatch.setenv("XDG_STATE_HOME", engines.environment["XDG_STATE_HOME"])
     monkeypatch.setattr(native, "TERM_S", 1.0)
     native.down(lambda line: None)
@@ -85,26 +98,40 @@ def test_what_does_not_get_healthy_is_stopped_again_unless_it_ran_before(
     planted.state.mkdir(parents=True)
     with sleeping() as process:
         own = {"PROMETHEUS_HOST": "127.0.0.1", "PROMETHEUS_PORT": planted.ports["PROMETHEUS_PORT"]}
-        before = {"prometheus": state.Started(process.pid, process_start(process.pid) or 0, "3.16.0", own)} if runs_already else {}
+        before = (
+            {"prometheus": state.Started(process.pid, process_start(process.pid) or 0, "3.16.0", own)}
+            if runs_already
+            else {}
+        )
         state.write(state.Stack(before))
         command = [sys.executable, "-c", IMPATIENT]
-        up = subprocess.run(command, env=planted.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        up = subprocess.run(
+            command, env=planted.environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
         assert state.read().services == before
         assert process.poll() is None
     log = planted.state / "prometheus.log"
     assert (up.returncode, up.stdout, up.stderr) == (
         1,
-        "" if runs_already else "stopped again what this command had started: prometheus\n",
-        f"otel-dflash: prometheus is not healthy after 0.2 s; see {log}; what still runs is ended by: otel-dflash stack down\n",
+        "" if runs_already else "stopped what this command had started: prometheus\n",
+        (
+            f"otel-dflash: prometheus is not healthy after 0.2 s; see {log}; to stop what is still running: "
+            "otel-dflash stack down\n"
+        ),
     )
 
 
-def test_down_ends_all_of_it_where_no_file_can_be_written(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_ends_all_of_it_where_no_file_can_be_written(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
     said: list[str] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with sleeping() as jaeger, sleeping() as otelcol, state.locked(said.append):
-        one, two = (state.Started(process.pid, process_start(process.pid) or 0, "1.0", {}) for process in (jaeger, otelcol))
+        one, two = (
+            state.Started(process.pid, process_start(process.pid) or 0, "1.0", {})
+            for process in (jaeger, otelcol)
+        )
         state.write(state.Stack({"jaeger": one, "otelcol": two}))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as on a full disk
         try:
@@ -120,7 +147,12 @@ def test_what_another_version_started_is_shown_and_ended(host: Host, monkeypatch
     monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
     host.state.mkdir(parents=True)
     with sleeping() as process:
-        started = {"pid": process.pid, "start": process_start(process.pid), "version": "1.0", "variables": {"NO_MORE": "1"}}
+        started = {
+            "pid": process.pid,
+            "start": process_start(process.pid),
+            "version": "1.0",
+            "variables": {"NO_MORE": "1"},
+        }
         (host.state / "stack.json").write_text(json.dumps({"services": {"jaeger": started}, "compose": None}))
         assert state.read().services["jaeger"].variables == SERVICES["jaeger"].variables
         code, out, err = host.run("stack", "status")
@@ -152,12 +184,15 @@ def test_a_damaged_state_file_is_one_line(content: bytes, host: Host) -> None:
         out, err = process.communicate(timeout=DEADLINE_S)
         assert (process.returncode, out) == (1, "")
         assert re.fullmatch(
-            rf"otel-dflash: {host.state}/stack\.json cannot be read \(.*\); stop the services by hand \(ss -ltnp\) and remove it\n", err
+            rf"otel-dflash: {host.state}/stack\.json cannot be read \(.*\); stop the services by hand \(ss -ltnp\) and remove it\n",
+            err,
         )
     (host.state / "stack.json").unlink()
 
 
-def test_an_xdg_path_that_is_not_absolute_does_not_count_and_no_home_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_xdg_path_that_is_not_absolute_does_not_count_and_no_home_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", "state")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -168,16 +203,25 @@ def test_an_xdg_path_that_is_not_absolute_does_not_count_and_no_home_is_said(mon
     for find, variable in ((state.directory, "XDG_STATE_HOME"), (cache_directory, "XDG_CACHE_HOME")):
         with pytest.raises(EngineError) as caught:
             find()
-        assert str(caught.value) == f"this user has no home directory; point {variable} at a directory of theirs"
+        assert (
+            str(caught.value)
+            == f"this user has no home directory; set {variable} to a directory that it can write"
+        )
 
 
-def test_down_ends_no_process_that_has_the_pid_of_one_that_was_started(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_ends_no_process_that_has_the_pid_of_one_that_was_started(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", host.environment["XDG_STATE_HOME"])
     with sleeping() as process:
         host.state.mkdir(parents=True)
-        state.write(state.Stack({"jaeger": state.Started(process.pid, (process_start(process.pid) or 0) - 1, "2.13.0", {})}))
+        state.write(
+            state.Stack(
+                {"jaeger": state.Started(process.pid, (process_start(process.pid) or 0) - 1, "2.13.0", {})}
+            )
+        )
         code, out, err = host.run("stack", "down")
-        assert (code, out.splitlines()[0], err) == (0, "jaeger had ended already", "")
+        assert (code, out.splitlines()[0], err) == (0, "jaeger had already ended", "")
         assert process.poll() is None
 
 
@@ -186,7 +230,9 @@ def test_what_does_not_end_is_killed_after_a_while(host: Host, monkeypatch: pyte
     monkeypatch.setattr(native, "TERM_S", 0.2)
     said: list[str] = []
     with sleeping("trap '' TERM") as process, state.locked(said.append):
-        state.write(state.Stack({"jaeger": state.Started(process.pid, process_start(process.pid) or 0, "2.13.0", {})}))
+        state.write(
+            state.Stack({"jaeger": state.Started(process.pid, process_start(process.pid) or 0, "2.13.0", {})})
+        )
         native.down(said.append)
         assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert said == ["jaeger did not end within 0.2 s and was killed"]

@@ -1,4 +1,5 @@
-"""`otel-dflash stack`: what a user types, reads, and finds running. Each test has a state directory and ports of its own, and no Docker."""
+"""`otel-dflash stack`: what a user types, reads, and finds running. Each test has a state directory and ports
+of its own, and no Docker."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def lines(word: str) -> str:
 
 
 def test_up_twice_is_up_once_status_shows_it_and_down_ends_it(engines: Host) -> None:
-    assert engines.run("stack", "up") == (0, lines("runs") + addresses(engines.ports), "")
+    assert engines.run("stack", "up") == (0, lines("is running") + addresses(engines.ports), "")
     pids = engines.pids()
-    assert engines.run("stack", "up") == (0, lines("runs already") + addresses(engines.ports), "")
+    assert engines.run("stack", "up") == (0, lines("is already running") + addresses(engines.ports), "")
     assert engines.pids() == pids
     assert engines.state.stat().st_mode & 0o777 == 0o700
 
@@ -50,11 +51,21 @@ def test_up_twice_is_up_once_status_shows_it_and_down_ends_it(engines: Host) -> 
     assert [re.split(r"  +", line) for line in out.splitlines()[2:]] == [
         ["prometheus", "healthy", "N", "3.16.0", f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}"],
         ["jaeger", "healthy", "N", "2.13.0", f"http://127.0.0.1:{ports['JAEGER_QUERY_HTTP_PORT']}"],
-        ["otelcol", "healthy", "N", "0.161.0", *(f"http://127.0.0.1:{ports[f'OTELCOL_{kind}_PORT']}" for kind in ("GRPC", "HTTP"))],
+        [
+            "otelcol",
+            "healthy",
+            "N",
+            "0.161.0",
+            *(f"http://127.0.0.1:{ports[f'OTELCOL_{kind}_PORT']}" for kind in ("GRPC", "HTTP")),
+        ],
     ]
 
     kept = f"data and logs are kept in {engines.state}; remove them: otel-dflash stack down --volumes\n"
-    assert engines.run("stack", "down") == (0, "otelcol stopped\njaeger stopped\nprometheus stopped\n" + kept, "")
+    assert engines.run("stack", "down") == (
+        0,
+        "otelcol stopped\njaeger stopped\nprometheus stopped\n" + kept,
+        "",
+    )
     assert [pid for pid in pids.values() if process_start(pid)] == []
     assert engines.run("stack", "status")[0] == 1
     assert engines.run("stack", "down") == (0, "nothing to stop\n", "")
@@ -64,17 +75,24 @@ def test_up_twice_is_up_once_status_shows_it_and_down_ends_it(engines: Host) -> 
     assert list(engines.state.iterdir()) == []
 
 
-def test_a_service_that_died_is_started_again_where_it_was_and_the_others_are_left_alone(engines: Host) -> None:
+def test_a_service_that_died_is_started_again_where_it_was_and_the_others_are_left_alone(
+    engines: Host,
+) -> None:
     engines.run("stack", "up")
     pids = engines.pids()
     os.kill(pids["jaeger"], signal.SIGKILL)
     poll(lambda: process_start(pids["jaeger"]) is None)
-    assert re.findall(r"^\w+ +(\w+)", engines.run("stack", "status")[1], re.MULTILINE) == ["state", "healthy", "ended", "healthy"]
+    assert re.findall(r"^\w+ +(\w+)", engines.run("stack", "status")[1], re.MULTILINE) == [
+        "state",
+        "healthy",
+        "ended",
+        "healthy",
+    ]
     for name in PORTS:  # another shell, where nobody chose ports
         del engines.environment[name]
     version = {name: ENGINES[name].version for name in NAMES}
-    again = f"prometheus {version['prometheus']} runs already: pid N\njaeger {version['jaeger']} runs: pid N\n"
-    again += f"otelcol {version['otelcol']} runs already: pid N\n"
+    again = f"prometheus {version['prometheus']} is already running: pid N\njaeger {version['jaeger']} is running: pid N\n"
+    again += f"otelcol {version['otelcol']} is already running: pid N\n"
     assert engines.run("stack", "up") == (0, again + addresses(engines.ports), "")
     assert {name: pid for name, pid in engines.pids().items() if name != "jaeger"} == {
         name: pid for name, pid in pids.items() if name != "jaeger"
@@ -86,8 +104,14 @@ def test_two_at_once_start_one_stack(engines: Host) -> None:
     both = [engines.begin("stack", "up") for _ in range(2)]
     said = [process.communicate(timeout=DEADLINE_S) for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert sorted(numberless(out).replace("another command starts or stops the stack; waiting for it\n", "") for out, _ in said) == sorted(
-        [lines("runs") + addresses(engines.ports), lines("runs already") + addresses(engines.ports)]
+    assert sorted(
+        numberless(out).replace("another command is starting or stopping the stack; waiting for it\n", "")
+        for out, _ in said
+    ) == sorted(
+        [
+            lines("is running") + addresses(engines.ports),
+            lines("is already running") + addresses(engines.ports),
+        ]
     )
     assert engines.run("stack", "status")[0] == 0
 
@@ -102,7 +126,11 @@ def test_a_busy_port_is_one_line_and_what_was_started_before_it_is_stopped(engin
         f"otel-dflash: otelcol cannot listen at 127.0.0.1:{port}: address already in use; "
         f"stop what listens there (ss -ltnp), or choose another port: OTELCOL_HTTP_PORT={other}\n",
     )
-    assert out == lines("runs").partition("otelcol")[0] + "stopped again what this command had started: prometheus, jaeger\n"
+    assert (
+        out
+        == lines("is running").partition("otelcol")[0]
+        + "stopped what this command had started: prometheus, jaeger\n"
+    )
     assert engines.pids() == {}
     assert engines.run("stack", "up")[0] == 0
 
@@ -111,8 +139,14 @@ def test_a_service_that_does_not_start_is_said_with_the_end_of_its_log(engines: 
     (engines.state / "jaeger").mkdir(parents=True)
     (engines.state / "jaeger" / "keys").touch()
     code, out, err = engines.run("stack", "up")
-    assert (code, out) == (1, lines("runs").partition("jaeger")[0] + "stopped again what this command had started: prometheus, jaeger\n")
-    assert err.startswith(f"otel-dflash: jaeger ended before it was healthy; the end of {engines.state}/jaeger.log:\n  ")
+    assert (code, out) == (
+        1,
+        lines("is running").partition("jaeger")[0]
+        + "stopped what this command had started: prometheus, jaeger\n",
+    )
+    assert err.startswith(
+        f"otel-dflash: jaeger ended before it was healthy; the end of {engines.state}/jaeger.log:\n  "
+    )
     assert "badger" in err
     assert engines.pids() == {}
 
@@ -121,9 +155,15 @@ def test_what_runs_with_other_settings_is_not_taken_for_what_was_asked(engines: 
     engines.run("stack", "up")
     port = engines.ports["OTELCOL_GRPC_PORT"]
     free = str(free_ports(1)[0])
-    said = f"otel-dflash: otelcol runs with OTELCOL_GRPC_PORT={port}, not {free}; stop it first: otel-dflash stack down\n"
+    said = (
+        f"otel-dflash: otelcol is running with OTELCOL_GRPC_PORT={port}, not {free}; stop it first: otel-dflash "
+        "stack down\n"
+    )
     assert engines.run("stack", "up", OTELCOL_GRPC_PORT=free) == (1, "", said)
-    said = "otel-dflash: the stack runs as processes of built engines already; stop it first: otel-dflash stack down\n"
+    said = (
+        "otel-dflash: the stack is already running as processes of built engines; stop it first: otel-dflash "
+        "stack down\n"
+    )
     assert engines.run("stack", "up", "--docker") == (1, "", said)
     assert engines.run("stack", "status")[0] == 0
 
@@ -134,20 +174,25 @@ def test_a_run_brings_the_stack_up_and_its_spans_into_jaeger(engines: Host) -> N
         "http_proxy": "http://127.0.0.1:1",
         "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1",
     }
-    code, out, err = engines.run("run", "--stack", "--run-id", "run-1", "--", sys.executable, "-c", TRAINER, **variables)
+    code, out, err = engines.run(
+        "run", "--stack", "--run-id", "run-1", "--", sys.executable, "-c", TRAINER, **variables
+    )
     assert (code, out) == (0, ""), err
     said = numberless(err).splitlines()
-    assert said[:4] == [*(f"otel-dflash: {line}" for line in lines("runs").splitlines()), "otel-dflash: recording run-1 in runs/run-1"]
-    views = (
-        f"Jaeger http://127.0.0.1:{engines.ports['JAEGER_QUERY_HTTP_PORT']}, Prometheus http://127.0.0.1:{engines.ports['PROMETHEUS_PORT']}"
-    )
+    assert said[:4] == [
+        *(f"otel-dflash: {line}" for line in lines("is running").splitlines()),
+        "otel-dflash: recording run-1 in runs/run-1",
+    ]
+    views = f"Jaeger http://127.0.0.1:{engines.ports['JAEGER_QUERY_HTTP_PORT']}, Prometheus http://127.0.0.1:{engines.ports['PROMETHEUS_PORT']}"
     assert said[-1] == f"otel-dflash: the stack stays up (otel-dflash stack down stops it): {views}"
     jaeger = Jaeger(f"http://127.0.0.1:{engines.ports['JAEGER_QUERY_HTTP_PORT']}")
     poll(lambda: jaeger.get("/api/services")["data"] == ["dflash-target"])
 
 
 def test_a_password_in_an_inherited_endpoint_is_refused_before_the_stack_comes_up(planted: Host) -> None:
-    code, out, err = planted.run("run", "--stack", "--", "true", OTEL_EXPORTER_OTLP_ENDPOINT="http://me:geheim@collector:4317")
+    code, out, err = planted.run(
+        "run", "--stack", "--", "true", OTEL_EXPORTER_OTLP_ENDPOINT="http://me:geheim@collector:4317"
+    )
     assert (code, out) == (2, "")
     assert err.startswith("otel-dflash: OTEL_EXPORTER_OTLP_ENDPOINT holds a user or a password, ")
     assert err.count("\n") == 1
@@ -155,11 +200,16 @@ def test_a_password_in_an_inherited_endpoint_is_refused_before_the_stack_comes_u
 
 
 def test_stack_and_endpoint_are_a_usage_error(host: Host) -> None:
-    said = "otel-dflash: --stack and --endpoint name two places to send to; give one of them (see: otel-dflash run --help)\n"
+    said = (
+        "otel-dflash: --stack and --endpoint name two destinations; give only one of them (see: "
+        "otel-dflash run --help)\n"
+    )
     assert host.run("run", "--stack", "--endpoint", "http://localhost:4317", "--", "true") == (2, "", said)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_an_interrupted_up_stops_what_it_started(number: signal.Signals, code: int, planted: Host) -> None:
     interrupted = planted.begin("stack", "up")
     poll(planted.pids)
@@ -167,7 +217,10 @@ def test_an_interrupted_up_stops_what_it_started(number: signal.Signals, code: i
     assert process_start(pid)
     interrupted.send_signal(number)
     out, err = interrupted.communicate(timeout=DEADLINE_S)
-    assert (interrupted.returncode, out) == (code, "stopped again what this command had started: prometheus\n")
+    assert (interrupted.returncode, out) == (
+        code,
+        "stopped what this command had started: prometheus\n",
+    )
     assert err.strip() == ""
     assert process_start(pid) is None
     assert planted.pids() == {}
@@ -186,14 +239,19 @@ def test_neither_engines_nor_docker_is_one_line_with_the_remedies(host: Host) ->
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"JAEGER_HTTP_PORT": "http"}, "JAEGER_HTTP_PORT must be a port from 1 to 65535, got 'http'; unset it for 14318"),
+        (
+            {"JAEGER_HTTP_PORT": "http"},
+            "JAEGER_HTTP_PORT must be a port from 1 to 65535, got 'http'; unset it for 14318",
+        ),
         (
             {"JAEGER_HTTP_PORT": "4318", "OTELCOL_HTTP_PORT": "4318"},
             "JAEGER_HTTP_PORT and OTELCOL_HTTP_PORT are both 4318; choose another for one of them",
         ),
     ],
 )
-def test_a_port_that_cannot_work_is_a_usage_error(variables: dict[str, str], said: str, planted: Host) -> None:
+def test_a_port_that_cannot_work_is_a_usage_error(
+    variables: dict[str, str], said: str, planted: Host
+) -> None:
     assert planted.run("stack", "up", **variables) == (2, "", f"otel-dflash: {said}\n")
 
 
@@ -201,7 +259,7 @@ def test_a_state_directory_that_cannot_be_written_is_one_line(host: Host) -> Non
     (host.directory / "file").touch()
     place = host.directory / "file"
     said = f"otel-dflash: {place}/otel-dflash/stack cannot hold the stack's data: not a directory; "
-    said += "point XDG_STATE_HOME at a directory of yours\n"
+    said += "set XDG_STATE_HOME to a directory that you can write\n"
     assert host.run("stack", "up", "--native", XDG_STATE_HOME=str(place)) == (1, "", said)
 
 
@@ -209,15 +267,20 @@ def test_a_full_disk_is_one_line_and_nothing_is_started(planted: Host) -> None:
     place = planted.directory / "small"
     place.mkdir()
     own_user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
-    up = f"mount -t tmpfs -o size=8m tmpfs {place} || exit 99; exec {sys.executable} -m otel_dflash stack up --native"
+    up = (
+        f"mount -t tmpfs -o size=8m tmpfs {place} || exit 99; exec {sys.executable} -m otel_dflash stack "
+        "up --native"
+    )
     environment = {**planted.environment, "XDG_STATE_HOME": str(place)}
     command = ["unshare", *own_user, "--mount", "sh", "-c", up]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     if result.returncode == 99 or result.stderr.startswith("unshare:"):
         pytest.skip(f"this machine allows no tmpfs of our own: {result.stderr.strip()}")
     assert (result.returncode, result.stdout, result.stderr) == (
         1,
         "",
-        f"otel-dflash: {place}/otel-dflash/stack has 8 MiB free, and the stack needs 256 MiB to begin with; "
-        "free some space, or point XDG_STATE_HOME at a larger disk\n",
+        f"otel-dflash: {place}/otel-dflash/stack has 8 MiB free, and the stack needs 256 MiB to start; "
+        "free some space, or set XDG_STATE_HOME to a larger disk\n",
     )

@@ -1,4 +1,5 @@
-"""The stack where a proxy stands between this host and the others: what stays here goes past it, what leaves goes through it."""
+"""The stack where a proxy stands between this host and the others: what stays here goes past it, what leaves
+goes through it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Proxy:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_a_backend_elsewhere_is_reached_by_the_proxy_and_what_is_on_this_host_without(protocol: str, engines: Host) -> None:
+def test_a_backend_elsewhere_is_reached_by_the_proxy_and_what_is_on_this_host_without(
+    protocol: str, engines: Host
+) -> None:
     """Agent -> localhost -> 0.0.0.0, which Go does not take for a loopback address; metrics go elsewhere."""
     with Proxy() as proxy:
         variables = {
@@ -73,8 +76,17 @@ def test_a_backend_elsewhere_is_reached_by_the_proxy_and_what_is_on_this_host_wi
 
 
 def test_what_a_user_keeps_from_the_proxy_stays_kept_from_it() -> None:
-    environment = {"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "one.example", "no_proxy": "two.example", "PATH": "/bin"}
+    environment = {
+        "HTTP_PROXY": "http://proxy:3128",
+        "NO_PROXY": "one.example",
+        "no_proxy": "two.example",
+        "PATH": "/bin",
+    }
     around = "one.example,two.example,10.0.0.5"
-    assert around_proxies(environment, ["10.0.0.5"]) == {**environment, "NO_PROXY": around, "no_proxy": around}
+    assert around_proxies(environment, ["10.0.0.5"]) == {
+        **environment,
+        "NO_PROXY": around,
+        "no_proxy": around,
+    }
     stack = Addresses({"OTLP over gRPC": "http://10.0.0.5:4317"}, has_ui=False)
     assert with_stack(environment, stack, None)["no_proxy"] == around

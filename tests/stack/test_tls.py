@@ -1,4 +1,5 @@
-"""TLS, client certificates and a bearer token, to the real collector: what is sent arrives; a fault is one line, and costs nothing."""
+"""TLS, client certificates and a bearer token, to the real collector: what is sent arrives; a fault is one
+line, and costs nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 from otel_dflash.stack.engines import collector_directory
-from tests.certificates import Certificates
+from tests.otlp.certificates import Certificates
 from tests.otlp_receiver import OtlpReceiver
 from tests.processes import clean_environment
 from tests.running import DEADLINE_S, TESTS, Running, death, poll, received_by_name, repeated, spans_by_name
@@ -32,9 +33,12 @@ SNIPPETS = dict(re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL))
 
 
 class Secured:
-    """A collector that asks for a certificate and a token, behind it a receiver, and the files of both sides."""
+    """A collector that asks for a certificate and a token, behind it a receiver, and the files of both
+    sides."""
 
-    def __init__(self, stack: Stack, directory: Path, receiver: OtlpReceiver, tier: str = "otelcol", **variables: str) -> None:
+    def __init__(
+        self, stack: Stack, directory: Path, receiver: OtlpReceiver, tier: str = "otelcol", **variables: str
+    ) -> None:
         self.certificates = Certificates(directory / "certificates")
         self.receiver = receiver
         self.headers = directory / "headers"
@@ -78,7 +82,9 @@ def secured(stack: Stack, tmp_path: Path) -> Iterator[Secured]:
 
 def said(running: Running) -> list[str]:
     """Return the remedies in the agent's log, and the lines without one."""
-    return [found[1] if (found := re.search(r"\(([^()]*)\)$", line)) else line for line in running.log_lines()]
+    return [
+        found[1] if (found := re.search(r"\(([^()]*)\)$", line)) else line for line in running.log_lines()
+    ]
 
 
 def assert_all_arrives(running: Running, secured: Secured) -> None:
@@ -86,31 +92,43 @@ def assert_all_arrives(running: Running, secured: Secured) -> None:
     assert death(running.agents[-1]) == 0
     assert [running.delivery()[name]["delivered"] for name in ("spans", "metrics")] == [True, True]
     wanted = spans_by_name(counts)
-    assert secured.receiver.wait_for(lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S)
+    assert secured.receiver.wait_for(
+        lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S
+    )
     assert received_by_name(secured.receiver) == wanted
     assert repeated(secured.receiver) == 0
 
 
-AUTHORITY = "the collector's certificate is by nobody trusted here; name its CA's PEM file by OTEL_EXPORTER_OTLP_CERTIFICATE"
+AUTHORITY = (
+    "the collector's certificate is not from a trusted authority; name its CA's PEM file in "
+    "OTEL_EXPORTER_OTLP_CERTIFICATE"
+)
 CLIENT = (
-    "the collector wants a client certificate that it trusts and that is in date; "
+    "the collector wants a client certificate that it trusts and that is not expired; "
     "see OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE and OTEL_EXPORTER_OTLP_CLIENT_KEY"
 )
-REFUSED = "the collector does not take the token; put authorization=Bearer TOKEN into the file of OTEL_DFLASH_OTLP_HEADERS_FILE"
-NAME = "the collector's certificate is for another name; use the name that it was made for, or make one for this"
-EXPIRED = "the collector's certificate is out of date, or this host's clock is wrong"
-AGAIN = ": credentials have changed and were read again"
+REFUSED = (
+    "the collector rejects the token; put authorization=Bearer TOKEN into the file of "
+    "OTEL_DFLASH_OTLP_HEADERS_FILE"
+)
+NAME = "the collector's certificate is for another name; use that name, or issue a certificate for this one"
+EXPIRED = "the collector's certificate has expired, or this host's clock is wrong"
+AGAIN = ": the credentials have changed and were reloaded"
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_each_fault_of_ours_is_one_line_and_once_mended_all_arrives(secured: Secured, protocol: str, tmp_path: Path) -> None:
+def test_each_fault_of_ours_is_one_line_and_once_mended_all_arrives(
+    secured: Secured, protocol: str, tmp_path: Path
+) -> None:
     """The agent runs on: a file that changes is taken up."""
     ca = tmp_path / "ca.pem"
     ca.write_bytes(Path(secured.certificates.authority("other-ca")).read_bytes())
     good = [Path(name).read_bytes() for name in secured.client]
     secured.certificates.issue("client", "trainer.example", by="other-ca")
     secured.headers.write_text("authorization=Bearer another-token\n")
-    with Running(tmp_path, **{**secured.environment(protocol), "OTEL_EXPORTER_OTLP_CERTIFICATE": str(ca)}) as running:
+    with Running(
+        tmp_path, **{**secured.environment(protocol), "OTEL_EXPORTER_OTLP_CERTIFICATE": str(ca)}
+    ) as running:
         running.start_agent()
         running.start_trainer()
         assert running.ask("steps 20") == "done"
@@ -125,13 +143,19 @@ def test_each_fault_of_ours_is_one_line_and_once_mended_all_arrives(secured: Sec
         secured.headers.write_text(f"authorization=Bearer {TOKEN}\n")
         assert_all_arrives(running, secured)
         lines = said(running)
-        assert [line for line in lines if not line.startswith(": credentials have changed")] == [AUTHORITY, CLIENT, REFUSED]
+        assert [line for line in lines if not line.startswith(": the credentials have changed")] == [
+            AUTHORITY,
+            CLIENT,
+            REFUSED,
+        ]
         assert AGAIN in lines
         assert "another-token" not in running.log.read_text()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_each_fault_of_the_collectors_is_one_line_and_once_mended_all_arrives(secured: Secured, protocol: str, tmp_path: Path) -> None:
+def test_each_fault_of_the_collectors_is_one_line_and_once_mended_all_arrives(
+    secured: Secured, protocol: str, tmp_path: Path
+) -> None:
     def present(identity: str, days: int) -> None:
         secured.collector.kill()
         secured.certificates.issue("server", identity, days=days)
@@ -149,7 +173,9 @@ def test_each_fault_of_the_collectors_is_one_line_and_once_mended_all_arrives(se
         present("127.0.0.1", 1)
         assert running.ask("steps 20") == "done"
         assert_all_arrives(running, secured)
-        remedies = [line for line in said(running) if "Connection refused" not in line and "Socket closed" not in line]
+        remedies = [
+            line for line in said(running) if "Connection refused" not in line and "Socket closed" not in line
+        ]
         assert remedies == [NAME, EXPIRED]
 
 
@@ -166,7 +192,9 @@ def test_what_is_missing_is_told_in_delivery_json_and_a_replay_delivers(
         del environment["OTEL_DFLASH_OTLP_HEADERS_FILE"]
     else:
         names = secured.certificates.issue("old", "trainer.example", days=-1)
-        environment["OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"], environment["OTEL_EXPORTER_OTLP_CLIENT_KEY"] = names
+        environment["OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"], environment["OTEL_EXPORTER_OTLP_CLIENT_KEY"] = (
+            names
+        )
     remedy = REFUSED if fault == "no token" else CLIENT
     with Running(tmp_path, **{**environment, "OTEL_DFLASH_EXIT_MS": "300"}) as running:
         running.start_agent()
@@ -188,11 +216,15 @@ def test_what_is_missing_is_told_in_delivery_json_and_a_replay_delivers(
         )
         assert (replayed.returncode, replayed.stderr) == (0, b"")
     wanted = spans_by_name(counts)
-    assert secured.receiver.wait_for(lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S)
+    assert secured.receiver.wait_for(
+        lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S
+    )
     assert received_by_name(secured.receiver) == wanted
 
 
-def test_a_ca_bundle_of_the_users_counts_where_no_certificate_is_set(secured: Secured, tmp_path: Path) -> None:
+def test_a_ca_bundle_of_the_users_counts_where_no_certificate_is_set(
+    secured: Secured, tmp_path: Path
+) -> None:
     environment = secured.environment("http/protobuf")
     environment["REQUESTS_CA_BUNDLE"] = environment.pop("OTEL_EXPORTER_OTLP_CERTIFICATE")
     with Running(tmp_path, **environment) as running:
@@ -216,7 +248,17 @@ def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
         environment["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer {TOKEN}"
     environment["OTEL_DFLASH_EXIT_MS"] = "60000"
     run = subprocess.Popen(
-        [*COMMAND, "run", "--run-id", "run-1", "--dir", str(tmp_path), "--", sys.executable, str(TESTS / "counting_trainer.py")],
+        [
+            *COMMAND,
+            "run",
+            "--run-id",
+            "run-1",
+            "--dir",
+            str(tmp_path),
+            "--",
+            sys.executable,
+            str(TESTS / "counting_trainer.py"),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -230,7 +272,11 @@ def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
         run.stdin.flush()
         assert run.stdout.readline() == b"done\n"
         assert secured.receiver.wait_for(lambda receiver: receiver.spans(), DEADLINE_S)
-        trainer = next(pid for pid, line in command_lines().items() if "counting_trainer.py" in line and parent(pid) == run.pid)
+        trainer = next(
+            pid
+            for pid, line in command_lines().items()
+            if "counting_trainer.py" in line and parent(pid) == run.pid
+        )
         assert not {pid: line for pid, line in command_lines().items() if TOKEN in line}
         assert TOKEN.encode() not in Path(f"/proc/{trainer}/environ").read_bytes()
         out, err = run.communicate(b"end\n", timeout=DEADLINE_S)
@@ -240,7 +286,9 @@ def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
     assert run.returncode == 0
     counts = json.loads(out.splitlines()[-1])
     wanted = spans_by_name(counts)
-    assert secured.receiver.wait_for(lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S)
+    assert secured.receiver.wait_for(
+        lambda receiver: len(receiver.span_ids()) >= sum(wanted.values()), DEADLINE_S
+    )
     assert received_by_name(secured.receiver) == wanted
     assert repeated(secured.receiver) == 0
     written = {str(path): path.read_bytes() for path in (tmp_path / "run-1").rglob("*") if path.is_file()}
@@ -249,8 +297,16 @@ def test_a_token_is_shown_nowhere_and_a_ca_bundle_of_the_users_does_not_win(
     assert [name for name, content in written.items() if TOKEN.encode() in content] == []
 
 
-def test_a_node_sends_to_a_secured_gateway_by_the_snippet_of_the_page(stack: Stack, tmp_path: Path, receiver: OtlpReceiver) -> None:
-    secured = Secured(stack, tmp_path, receiver, "gateway", GATEWAY_BACKENDS=f"[{receiver.grpc_endpoint.removeprefix('http://')}]")
+def test_a_node_sends_to_a_secured_gateway_by_the_snippet_of_the_page(
+    stack: Stack, tmp_path: Path, receiver: OtlpReceiver
+) -> None:
+    secured = Secured(
+        stack,
+        tmp_path,
+        receiver,
+        "gateway",
+        GATEWAY_BACKENDS=f"[{receiver.grpc_endpoint.removeprefix('http://')}]",
+    )
     gateway = secured.collector.url("OTELCOL_HTTP_PORT").replace("http://", "https://")
     snippet = tmp_path / "to-gateway.yaml"
     snippet.write_text(SNIPPETS[snippet.name])
@@ -258,14 +314,23 @@ def test_a_node_sends_to_a_secured_gateway_by_the_snippet_of_the_page(stack: Sta
     service = replace(
         node,
         arguments=(*node.arguments, f"--config={snippet}"),
-        variables={**node.variables, **dict(READ.findall(SNIPPETS[snippet.name])), "OTELCOL_METRICS_ENDPOINT": ""},
+        variables={
+            **node.variables,
+            **dict(READ.findall(SNIPPETS[snippet.name])),
+            "OTELCOL_METRICS_ENDPOINT": "",
+        },
     )
     files = {
         **dict(zip(("OTELCOL_CERT_FILE", "OTELCOL_KEY_FILE"), secured.client, strict=True)),
         **{name: secured.collector.values[name] for name in ("OTELCOL_CLIENT_CA_FILE", "OTELCOL_TOKEN_FILE")},
     }
-    started = stack.start("otelcol", "node", service, OTELCOL_TRACES_ENDPOINT=gateway, OTELCOL_METRICS_ENDPOINT=gateway, **files)
-    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": started.url("OTELCOL_GRPC_PORT"), "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    started = stack.start(
+        "otelcol", "node", service, OTELCOL_TRACES_ENDPOINT=gateway, OTELCOL_METRICS_ENDPOINT=gateway, **files
+    )
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": started.url("OTELCOL_GRPC_PORT"),
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+    }
     with Running(tmp_path, **variables) as running:
         running.start_agent()
         running.start_trainer()
@@ -273,7 +338,9 @@ def test_a_node_sends_to_a_secured_gateway_by_the_snippet_of_the_page(stack: Sta
         assert_all_arrives(running, secured)
         assert running.log_lines() == []
     own = {"service.name": "otelcol"}
-    assert receiver.wait_for(lambda receiver: any(own.items() <= point.resource.items() for point in receiver.points()), DEADLINE_S)
+    assert receiver.wait_for(
+        lambda receiver: any(own.items() <= point.resource.items() for point in receiver.points()), DEADLINE_S
+    )
     stack.end()
 
 
@@ -288,14 +355,26 @@ OVERLAYS = [
 
 
 @pytest.mark.parametrize(("files", "snippets"), OVERLAYS)
-def test_the_collector_takes_each_overlay(files: tuple[str, ...], snippets: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_collector_takes_each_overlay(
+    files: tuple[str, ...], snippets: tuple[str, ...], tmp_path: Path
+) -> None:
     for name in snippets:
         (tmp_path / name).write_text(SNIPPETS[name])
-    configurations = [*(collector_directory() / f"{file}.yaml" for file in files), *(tmp_path / name for name in snippets)]
+    configurations = [
+        *(collector_directory() / f"{file}.yaml" for file in files),
+        *(tmp_path / name for name in snippets),
+    ]
     (tmp_path / "token").write_text(TOKEN)
     result = subprocess.run(
-        [need_engine("otelcol"), "validate", *(f"--config={configuration}" for configuration in configurations)],
-        env={"OTELCOL_TOKEN_FILE": str(tmp_path / "token"), "OTELCOL_METRICS_ENDPOINT": "https://localhost:4318"},
+        [
+            need_engine("otelcol"),
+            "validate",
+            *(f"--config={configuration}" for configuration in configurations),
+        ],
+        env={
+            "OTELCOL_TOKEN_FILE": str(tmp_path / "token"),
+            "OTELCOL_METRICS_ENDPOINT": "https://localhost:4318",
+        },
         capture_output=True,
         text=True,
         timeout=60,
@@ -309,14 +388,23 @@ def test_every_snippet_of_the_page_is_laid_over_something() -> None:
 
 
 TIERS: dict[str, Any] = {
-    path.name: yaml.safe_load(path.read_text()) for path in collector_directory().glob("*.yaml") if "memory_limiter:" in path.read_text()
+    path.name: yaml.safe_load(path.read_text())
+    for path in collector_directory().glob("*.yaml")
+    if "memory_limiter:" in path.read_text()
 }
 LISTENING = {name for name, content in TIERS.items() if "otlp" in content["receivers"]}
 
 
 def test_the_overlay_is_said_to_be_for_every_collector_that_listens() -> None:
-    said = re.findall(r"`([\w-]+\.yaml)`", PAGE.partition("`collector/tls.yaml` is laid over ")[2].partition("which take OTLP")[0])
-    assert {*said} == LISTENING == {f"{files[0]}.yaml" for files, snippets in OVERLAYS if files[1:] == ("tls",) and not snippets}
+    said = re.findall(
+        r"`([\w-]+\.yaml)`",
+        PAGE.partition("`collector/tls.yaml` is laid over ")[2].partition("which take OTLP")[0],
+    )
+    assert (
+        {*said}
+        == LISTENING
+        == {f"{files[0]}.yaml" for files, snippets in OVERLAYS if files[1:] == ("tls",) and not snippets}
+    )
     assert {*TIERS} - LISTENING == {"kafka-gateway.yaml"}
     row = re.search(r"^\| `tls\.yaml` \|.*", (collector_directory() / "README.md").read_text(), re.MULTILINE)
     assert row
@@ -324,7 +412,9 @@ def test_the_overlay_is_said_to_be_for_every_collector_that_listens() -> None:
 
 
 @pytest.mark.parametrize("tier", sorted(LISTENING))
-def test_the_overlay_secures_every_receiver_and_keeps_every_extension_because_a_list_replaces_a_list(tier: str) -> None:
+def test_the_overlay_secures_every_receiver_and_keeps_every_extension_because_a_list_replaces_a_list(
+    tier: str,
+) -> None:
     overlay = yaml.safe_load((collector_directory() / "tls.yaml").read_text())
     content = TIERS[tier]
     assert overlay["service"]["extensions"] == ["bearertokenauth", *content["service"]["extensions"]]
@@ -341,16 +431,33 @@ def test_the_snippet_to_a_gateway_keeps_every_extension_with_tls_and_without() -
     assert snippet["extensions"] == overlay["extensions"]
 
 
-def test_the_pages_way_to_try_it_works_and_leaves_nothing_behind(receiver: OtlpReceiver, tmp_path: Path) -> None:
+def test_the_pages_way_to_try_it_works_and_leaves_nothing_behind(
+    receiver: OtlpReceiver, tmp_path: Path
+) -> None:
     need_engine("otelcol")
     (walk,) = [block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "openssl" in block]
     checkout, temporary = tmp_path / "checkout", tmp_path / "temporary"
     checkout.mkdir()
     temporary.mkdir()
     (checkout / "collector").symlink_to(collector_directory())
-    ports = dict(zip(("OTELCOL_GRPC_PORT", "OTELCOL_HTTP_PORT", "OTELCOL_HEALTH_PORT"), map(str, free_ports(3)), strict=True))
+    ports = dict(
+        zip(
+            ("OTELCOL_GRPC_PORT", "OTELCOL_HTTP_PORT", "OTELCOL_HEALTH_PORT"),
+            map(str, free_ports(3)),
+            strict=True,
+        )
+    )
     result = subprocess.run(
-        ["timeout", "-k", "5", "100", "sh", "-c", f"{walk}status=$?; pwd; umask; exit $status"],  # ends the collector too
+        # ends the collector too
+        [
+            "timeout",
+            "-k",
+            "5",
+            "100",
+            "sh",
+            "-c",
+            f"{walk}status=$?; pwd; umask; exit $status",
+        ],
         cwd=checkout,
         env=clean_environment(
             PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -371,7 +478,9 @@ def test_the_pages_way_to_try_it_works_and_leaves_nothing_behind(receiver: OtlpR
     assert re.search(r"ok +TLS handshake", result.stdout)
     assert ([path.name for path in checkout.iterdir()], list(temporary.iterdir())) == (["collector"], [])
     with socket.socket() as connection:
-        assert connection.connect_ex(("127.0.0.1", int(ports["OTELCOL_GRPC_PORT"]))) != 0, "the collector has ended"
+        assert connection.connect_ex(("127.0.0.1", int(ports["OTELCOL_GRPC_PORT"]))) != 0, (
+            "the collector has ended"
+        )
 
 
 def command_lines() -> dict[int, str]:

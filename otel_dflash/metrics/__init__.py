@@ -1,0 +1,1 @@
+"""Records to totals, and totals to metrics."""

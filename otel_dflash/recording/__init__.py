@@ -1,0 +1,1 @@
+"""The recording: the log of frames on disk, and the meaning of its bytes."""

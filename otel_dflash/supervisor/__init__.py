@@ -1,0 +1,1 @@
+"""The agent's parent: starts it, waits, and starts it again."""

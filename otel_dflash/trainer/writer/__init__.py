@@ -1,0 +1,1 @@
+"""The hot path: one worker's records into its ring."""
