@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,19 +16,35 @@ if TYPE_CHECKING:
 class Subject(Enum):
     """What a view shows, and so what its command takes."""
 
-    RECORDING = "recording"  # one recording, which the argument RUN names
-    DIRECTORY = "directory"  # the directory of recordings
+    RECORDING = "RUN"  # one recording
+    NODES = "RUN..."  # those of the nodes of one run
+    TWO_RUNS = "RUN_A RUN_B"
+    DIRECTORY = ""  # the directory of recordings
 
 
 class Show(Protocol):
     """The function `show` of a view's module. Its docstring is the help of the command."""
 
-    def __call__(self, path: Path, console: Console, /) -> None:
-        """Print the view of what lies at `path`.
+    def __call__(self, paths: Sequence[Path], console: Console, /, **options: str | bool | None) -> int:
+        """Print the view of what lies at `paths`; return the exit code.
+
+        Options that were not given are None, flags False.
 
         Raises:
             RecordingError: There is no recording, or it cannot be read.
+            ConfigError: An option has a wrong value.
         """
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a view's command, such as "--last". The view gets it as `last`, or under `name`."""
+
+    flag: str
+    metavar: str  # "" if it takes no value
+    help: str
+    name: str = ""
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,7 @@ class View:
     module: str
     subject: Subject
     short_help: str
+    options: tuple[Option, ...] = ()
 
     def load(self) -> Show:
         """Import the module and return its `show`."""

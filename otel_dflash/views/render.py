@@ -57,7 +57,7 @@ TIME_LOST: Final = {
 }
 
 
-def show(recording: Path, console: Console) -> None:
+def show(paths: Sequence[Path], console: Console) -> int:
     """Show where the time of RUN went, per worker and phase. The run may still be running.
 
     RUN is a run id, the beginning of one, the path of a recording, or `latest`: the newest that has records.
@@ -68,7 +68,8 @@ def show(recording: Path, console: Console) -> None:
       otel-dflash summary night-7
       otel-dflash summary /mnt/runs/night-7
     """
-    render(summarise(recording), console)
+    render(summarise(paths[0]), console)
+    return 0
 
 
 def render(summary: Summary, console: Console) -> None:

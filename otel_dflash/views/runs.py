@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,9 +35,10 @@ class RunRow:
     unserved: str | None = None  # that no agent records it, although it has not ended
 
 
-def show(base: Path, console: Console) -> None:
+def show(paths: Sequence[Path], console: Console) -> int:
     """List the recordings, the newest first."""
-    render(list_runs(base), base, console)
+    render(list_runs(paths[0]), paths[0], console)
+    return 0
 
 
 def list_runs(base: Path) -> list[RunRow]:

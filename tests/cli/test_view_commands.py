@@ -9,23 +9,26 @@ import click
 import pytest
 
 from otel_dflash.cli.view_commands import view_command
-from otel_dflash.views.registry import VIEWS, Subject, View
+from otel_dflash.config import ConfigError
+from otel_dflash.views.registry import VIEWS, Option, Subject, View
 from tests.cli.test_cli import make_recording
 
 VIEW_FILE = '''\
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 
-def show(path: Path, console: Console) -> None:
+def show(paths: Sequence[Path], console: Console, **options: str | bool | None) -> int:
     """Show where it lies.
 
     \\b
     Examples:
       otel-dflash place
     """
-    console.print(path.name, style="bold")
+    console.print(*(path.name for path in paths), *(f"{name}={value}" for name, value in options.items()))
+    return 3
 '''
 
 
@@ -40,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(command: click.Command, *arguments: str) -> None:
-    command.main(list(arguments), prog_name="otel-dflash place", standalone_mode=False)
+    assert command.main(list(arguments), prog_name="otel-dflash place", standalone_mode=False) in (0, 3)
 
 
 def test_a_view_of_a_recording_takes_a_run(
@@ -64,6 +67,48 @@ def test_a_view_of_the_directory_takes_no_run(
     assert capsys.readouterr().out == "runs\nelsewhere\n"
     with pytest.raises(click.UsageError):
         run(command, "night-7")
+
+
+def test_a_view_of_nodes_takes_runs_and_directories_of_one_run(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("runs/night-6", "runs/night-7", "runs/night-7@b", "nodes/night-7", "nodes/night-7@b"):
+        info = make_recording(tmp_path, place) / "run.json"
+        info.write_text(info.read_text().replace(place, place.partition("/")[2].partition("@")[0]))
+    command = view_command(View("place", module, Subject.NODES, "Show a place."))
+    run(command, "night-7", "night-7@b")
+    run(command, f"{tmp_path}/nodes/", "night-6")
+    assert capsys.readouterr().out == "night-7 night-7@b\nnight-7 night-7@b night-6\n"
+    with pytest.raises(ConfigError) as refused:
+        run(command, f"{tmp_path}/runs")
+    assert str(refused.value) == (
+        f"{tmp_path}/runs holds 2 runs (night-6, night-7), and a view shows one; name it: otel-dflash summary RUN"
+    )
+
+
+def test_a_view_of_two_runs_takes_two(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("night-6", "night-7"):
+        make_recording(tmp_path / "runs", name, 1_000_000_000)
+    command = view_command(View("place", module, Subject.TWO_RUNS, "Show a place."))
+    run(command, "night-7", "night-6")
+    assert capsys.readouterr().out == "night-7 night-6\n"
+    with pytest.raises(click.UsageError):
+        run(command, "night-7")
+
+
+def test_a_view_has_options(module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        Option("--from", "TIME", "Where it begins.", "since"),
+        Option("--format", "FORMAT", "In which form.", choices=("csv", "json")),
+        Option("--live", "", "Again and again."),
+    )
+    command = view_command(View("place", module, Subject.DIRECTORY, "Show a place.", options))
+    run(command, "--from", "5s", "--live")
+    assert capsys.readouterr().out == "runs since=5s live=True format=None\n"
+    with pytest.raises(click.BadParameter):
+        run(command, "--format", "xml")
 
 
 def test_the_help_of_a_command_is_that_of_its_view(module: str, capsys: pytest.CaptureFixture[str]) -> None:

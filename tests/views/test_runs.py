@@ -20,7 +20,7 @@ from tests.views.test_summary import STARTED, S, record, two_workers
 def shown(base: Path, width: int, is_terminal: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, force_terminal=is_terminal, color_system=None)
-    runs.show(base, console)
+    runs.show([base], console)
     return file.getvalue()
 
 
